@@ -26,7 +26,6 @@ from dilated_attention_pytorch.tools.console import Parser, leave
 from dilated_attention_pytorch.tools.html_page import (
     Chart,
     Heading,
-    Preformatted,
     Table,
     as_html,
     log_chart,
@@ -237,7 +236,6 @@ def main(arguments: list[str] | None = None) -> int:
         Heading("Attention patterns"),
         f"[An interactive page]({interactive.name}) beside this one has sliders for both patterns.",
         Chart("map", f"{PICTURE} and {BESIDE}", show.as_svg(maps)),
-        Preformatted(picture),
         Heading("Backends on this machine"),
         Table(["backend", "state"], [[b["name"], b["why_not"] or "ready"] for b in machine["backends"]], words=2),
     ]

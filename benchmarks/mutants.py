@@ -229,7 +229,7 @@ MUTANTS = (
     Mutant("held-group", "distributed/recovery.py", "        _forget_frames(sys.exception())\n", "",
            "an error that is being handled keeps the connections of a broken group open",
            ("hardening/test_soak.py::test_no_rank_that_lives_is_left_behind",)),
-    Mutant("unknown-backend", "distributed/attention.py", "            backend_named(backend)\n", "            pass\n",
+    Mutant("unknown-backend", "distributed/attention.py", "            backend_named(call.backend)\n", "            pass\n",
            "a rank without tokens names a backend that does not exist",
            ("hardening/test_soak.py::test_a_backend_that_one_rank_alone_names_is_refused_by_all",)),
     Mutant("old-marker", "ops/streaming/sinks.py", "            self.marker.unlink(missing_ok=True)\n", "            pass\n",

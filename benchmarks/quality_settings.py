@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -171,7 +171,7 @@ SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
 """Runs by the name of a suite that changes settings."""
 
 
-def measure(left: list[Run], shape: dict[str, Any]) -> Iterator[Line]:
+def measure(left: Iterable[Run], shape: dict[str, Any]) -> Iterator[Line]:
     """A line for each run of models of a shape. Without a dense start, a row takes all steps with its own blocks."""
     suite = replace(SUITES["cpu"], **shape)
     starts, code = Starts(suite), sources()

@@ -27,13 +27,13 @@ LAST_SECTION = "\n## Language model"
 """Section at the end of the page, which `language_model.py` measures."""
 
 
-def suites() -> dict[str, runner.ResumableSuite]:
+def suites() -> dict[str, runner.MeasuredSuite]:
     """All suites by name."""
-    changed, found = retrieval.sources(), {}
+    stamp, found = {"sources": retrieval.sources()}, {}
     for name, runs in settings.SUITE_RUNS.items():
         measure = partial(settings.measure, shape=settings.SHAPES.get(name, {}))
-        options: dict[str, Any] = {"runs": runs(), "measure": measure, "sources": changed}
-        found[name] = runner.ResumableSuite(name=name, fields=("task", "setting", "wanted", "seed"), **options)
+        options: dict[str, Any] = {"runs": runs(), "measure": measure, "stamp": stamp}
+        found[name] = runner.MeasuredSuite(name=name, fields=("task", "setting", "wanted", "seed"), **options)
     return found
 
 
@@ -55,13 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
         last = "".join(PAGE.read_text(encoding="utf-8").partition(LAST_SECTION)[1:])
         lines = [line for log in given.page for line in runner.read_log(log)]
         write(PAGE, page(lines, ", ".join(log.name for log in given.page)) + last)
-        runner.plot(runner.of_patterns(lines), PAGE.with_suffix(".png"))
+        runner.plot(runner.of_suites(lines, runner.SUITES), PAGE.with_suffix(".png"))
     if given.suite is None:
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     log = given.out / "quality.jsonl"
     deadline = time.monotonic() + 60 * given.minutes
-    stopped = runner.run_retrieval(suites()[given.suite], log, deadline, given.resume)
+    stopped = runner.run_suite(suites()[given.suite], log, deadline, given.resume)
     if stopped is not None:
         print(f"stopped: {stopped}; go on with --resume", flush=True)
     return 0 if stopped is None else 130

@@ -169,7 +169,7 @@ def test_the_control_says_why_it_does_not_run(monkeypatch, capsys):
 
 
 def test_the_control_tells_nothing_too_early():
-    from kernels.test_hopper_compile import compile_kernel, told_too_early
+    from kernels.test_hopper_compile import compile_kernel, unordered_signals
 
     from dilated_attention_pytorch.kernels.hopper.backend import gluon_missing
 
@@ -188,4 +188,4 @@ def test_the_control_tells_nothing_too_early():
         compiled = compile_kernel(kernel, {"desc": tile, "p_sums": "*i32"}, {"STEPS": handover.STEPS})
         assert compiled.metadata.name == f"handover_{case}_kernel"
         assert ("expect_tx" in compiled.asm["ptx"]) == (case == "bytes")
-        assert not told_too_early(compiled.asm["ptx"])
+        assert not unordered_signals(compiled.asm["ptx"])

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.distributed import (
     context_parallel_attention_with_lse,
     shard_sequence,
 )
-from dilated_attention_pytorch.distributed.exchange import exchange, exchange_transposed, plan_exchange, request_for
+from dilated_attention_pytorch.distributed.exchange import exchange, plan_exchange, request_for
 from dilated_attention_pytorch.distributed.schedule import rank_plan
 from dilated_attention_pytorch.distributed.simulate import traffic
 from dilated_attention_pytorch.distributed.transport import GroupTransport, VirtualTransport
@@ -123,9 +123,10 @@ def exchange_and_its_derivatives(rank: int, world: int) -> None:
     halves = [w.bfloat16() for w in weights]
     total = sum((x.float() * w).sum() for x, w in zip(together(shards), halves, strict=True))
     rounded_once = torch.autograd.grad(total, shards)[rank].bfloat16()
-    assert exchange_transposed(halves[rank], mine, None).equal(rounded_once)
+    own_halves = own.detach().bfloat16().requires_grad_()
+    assert torch.autograd.grad(exchange(own_halves, mine, None), own_halves, halves[rank])[0].equal(rounded_once)
 
-    returned = exchange_transposed(weights[rank], mine, None)
+    (returned,) = torch.autograd.grad(exchange(own, mine, None), own, weights[rank])
     products = torch.stack([(received.detach() * weights[rank]).sum(), (own.detach() * returned).sum()])
     dist.all_reduce(products)
     assert abs(products[0] - products[1]) <= 1e-12

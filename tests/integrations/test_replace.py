@@ -296,6 +296,7 @@ def test_learned_attention_says_what_it_leaves():
         ("learned:0.1;k_max=2.5", "k_max must be of type int"),
         ("learned:0.1;block=48", "block_size must be one of"),
         ("learned:0.1;k_min=0", "k_min must be >= 1, got 0"),
+        ('learned:0.1;select="group"', "select must be one of head, group, all"),
     ],
 )
 def test_wrong_learned_text_leaves_the_model(text, message):

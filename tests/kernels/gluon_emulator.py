@@ -156,7 +156,7 @@ Block.__hash__ = None  # type: ignore[assignment]
 
 
 class Pointer:
-    """Elements of the memory that a tensor lives in, of which those from its first to its last may be accessed."""
+    """Pointer into the memory of a tensor, of which elements from its first to its last may be accessed."""
 
     def __init__(self, memory: Tensor, offset: Any, own: tuple[int, int]) -> None:
         self.memory, self.offset, self.own = memory, offset, own
@@ -343,7 +343,7 @@ class Task:
     def __init__(self, emulation: Emulation, program: Program, run: Callable[[], None], warps: int, name: str) -> None:
         self.emulation, self.program, self.warps, self.name = emulation, program, warps, name
         self.dirty: list[Tensor] = []
-        """Marks of what this thread wrote since its last fence"""
+        """Marks of elements that this thread wrote since its last fence"""
         self.products: list[Product] = []
         self.stores: list[tuple[Callable[[Tensor], None], Shared, Tensor]] = []
         self.copies: list[list[Callable[[], None]]] = [[]]
@@ -603,7 +603,7 @@ def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "rela
     place, chosen = pointer.places(mask)
     task = _task()
     if pointer.memory.is_floating_point():
-        # The kernels do not read what was there.
+        # The kernels do not use the previous values.
         places, numbers = place[chosen], _data(value).broadcast_to(place.shape)[chosen].clone()
         task.additions.append(lambda: pointer.memory.index_put_((places,), numbers, accumulate=True))
         task.clock[task] += 1
@@ -855,4 +855,4 @@ EMULATED: dict[int, Any] = {
         if hasattr(real_async_copy, name)
     },
 }
-"""What stands for a part of the language, by the identity of that part."""
+"""Replacements of functions of the language, by the identity of the function."""

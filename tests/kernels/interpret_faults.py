@@ -1,6 +1,6 @@
-"""Plant accesses outside of memory in kernels, run them in Triton's interpreter, and print what `memory_check` finds.
+"""Plant out-of-bounds accesses in kernels, run them in Triton's interpreter, and print the reports of `memory_check`.
 
-A program of its own, as `interpret_triton` is.
+A separate program like `interpret_triton`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ COPIES = {
 
 
 def copy(fault: str) -> None:
-    """Copy rows with a fault; other tensors lie around every argument, and rows of the output are apart."""
+    """Copy rows with a fault; arguments are surrounded by other tensors, and output rows are not adjacent."""
     memory, index = torch.zeros(64, 8), torch.arange(5)
     x, y, total = memory[8:13], memory[16:].as_strided((5, 8), (12, 1)), memory[63, :1]
     if fault == "index that is not written":
@@ -89,7 +89,7 @@ def copy(fault: str) -> None:
     if fault == "between tensors of an arena":
         room = Arena(torch.float32, torch.device("cpu"), {"one": (5, 8), "other": (5, 8)})
         y = room.made()
-        # Rows of 16 leave what the first tensor has.
+        # Rows with stride 16 leave the first tensor of the arena.
         copy_kernel[(1,)](x, y, index, total, 5, 8, 16, 0, FAULT=fault, BM=8, D=8)
     else:
         begin = int(x.data_ptr() - y.data_ptr()) // 4
@@ -104,7 +104,7 @@ class Fault:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Functions of a changed copy of the module wherever the library uses those of the module."""
+        """Replace the functions of the module everywhere in the library by those of a changed copy."""
         original = import_module(f"{PACKAGE}.{self.module}")
         source = Path(str(original.__file__))
         text = source.read_text()
@@ -115,7 +115,7 @@ class Fault:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / source.name
             path.write_text(text.replace(self.before, self.after))
-            # Where `inspect` looks for the file of a class or function.
+            # `inspect` reads the source of a class or function from this file.
             copied.__file__ = str(path)
             exec(compile(path.read_text(), path, "exec"), copied.__dict__)
             kernels = {id(x): (x, name) for name, x in vars(original).items() if isinstance(x, InterpretedFunction)}
@@ -144,7 +144,7 @@ def forget_launches() -> None:
 
 
 def fault_of(run: Callable[[], object]) -> str:
-    """The message of the memory fault of a run, or nothing."""
+    """Message of the memory fault of a run, empty without one."""
     try:
         run()
     except Exception as problem:
@@ -201,7 +201,7 @@ FAULTS = {
     ),
     "places of a selection behind the last": Fault(
         "selection.kernels.gather_index_kernels",
-        "            b_next += ones_of(b_bits)\n", "            b_next += ones_of(b_bits) + SIZE * rows\n",
+        "            b_next += popcount(b_bits)\n", "            b_next += popcount(b_bits) + SIZE * rows\n",
         selected("tokens turned round"), "p_room",
     ),
     "factors of hidden units behind the last": Fault(

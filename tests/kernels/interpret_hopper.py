@@ -100,7 +100,7 @@ RUNS = {
     "rows of blocks of 64": (problem("window:100", 600, block_size=64, d=128), 128),
     "long rows": (problem("global:128;queries=1 | window:60", 1000), 256),
 }
-"""Runs of so many rows of one head, as within a memory budget."""
+"""Problems, and the rows of a run of one head, as within a memory budget."""
 SCALES = {
     "scale -0.2": (problem("window:100 & causal", 300), -0.2),
     "scale -0.1, ladder, width 80": (problem("dilated:128x1,512x4", 600, d=80), -0.1),
@@ -139,7 +139,7 @@ SINKS = {
     "sink, minus infinity, rows without keys": (problem("blocks:,,,0 1;block=128 & causal", 500), -torch.inf),
     "sink, large": (problem("window:100 & causal", 400), 1e9),
 }
-"""Problems with the sink of the first head; those of other heads are drawn."""
+"""Problems, and the sink of the first head; other sinks are random."""
 
 
 def padding_of(trial, kind):
@@ -208,7 +208,7 @@ def run(trial, dtype, scale=None, padding=None, sink=None):
 
 def run_learned(seed, n, batch, per_token=False, padded=False, size=128):
     """Attention over a drawn selection, as a GPU runs it; all of one shape have one launch."""
-    # In float32, the kernel for tokens could not tell its accumulator from rows of dQ.
+    # With float32 inputs the token kernel could not distinguish its float32 accumulator from rows of dQ.
     dtype = torch.float16 if per_token else torch.float32
     chosen = drawn(batch, 2, n, size, is_causal=seed % 2 > 0, per_token=per_token, most=2, local=1, seed=seed)
     width = 128 if size == 64 else 64
@@ -314,7 +314,7 @@ PADDING_FAULTS = {
 
 
 def run_fault(name, change):
-    """Largest error of a call whose kernels have a fault, or the name of what it raised."""
+    """Largest error of a call whose kernels have a fault, or the name of the exception it raised."""
     emulate({change[0]: change[1:]})
     trial = problem("window:150 & causal", 900, block_size=256)
     if name in SMALL_FAULTS:
@@ -397,7 +397,7 @@ class InTurns:
         return self.runner(self.call, *self.forward, self.grad_output, self.grad_lse, any_order)
 
     def first_difference(self, any_order=False, changes=None):
-        """First schedule whose gradients are not those of a single program, or its error; None if there is none."""
+        """First schedule whose gradients differ from those of a single program, or its error; None if all agree."""
         expected = self.gradients(1, 1, 0, any_order)
         for schedule in SCHEDULES:
             try:
@@ -449,7 +449,7 @@ FAULTS_OF_TURNS = {
         "claim_in_order": ("    return item", "    return item + gl.num_programs(0)"),
     },
 }
-"""Faults of the order, each found by some schedule."""
+"""Faults in the order of additions, each detected by some schedule."""
 
 
 def order_sums(ordered):
@@ -526,6 +526,7 @@ def run_plans():
         backend = "auto" if call.per_token else "hopper"
         if name.endswith("in chunks"):
             gathered_attention.GatheredAttend._most_rows = lambda *_: (0, 128)
+            selected._cached.clear()
         errors = call.errors(backend, torch.float16 if call.per_token else torch.float32, widths=(64, 64))
         print(json.dumps({"trial": name} | errors), flush=True)
 

@@ -1,9 +1,9 @@
 """Run the corners of launches for long sequences in Triton's interpreter, and print what `memory_check` finds.
 
-A program of its own, as `interpret_triton` is. Tensors lie in memory that is not there until it is written to, so that
-they may have more than 2^31 elements. Of a grid the first and the last program of each axis run, and of a loop the
-first and the last steps: an offset that does not fit its integers is then outside of its tensor. Numbers are not
-compared, since most of them were never computed.
+A separate program like `interpret_triton`. Tensors use virtual memory that is not backed until it is written, so that
+they may have more than 2^31 elements. Only the first and last programs of each grid axis run, and the first and last
+steps of each loop: an offset that overflows its integer type is then outside of its tensor. Results are not compared,
+because most of them are never computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.kernels.call import AttentionCall, Forward, Gradients
 from dilated_attention_pytorch.kernels.triton import launches as triton_launches
 from dilated_attention_pytorch.plan import make_plan
-from dilated_attention_pytorch.selection.attend import RowChunk
+from dilated_attention_pytorch.selection.attend import CallChoices, RowChunk
 from dilated_attention_pytorch.selection.kernels import (
     block_mass,
     gather_index,
@@ -75,7 +75,7 @@ def ends_of(*bounds: Any) -> Iterator[int]:
 
 
 def run_corners(self: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of `GridExecutor.__call__`: programs at the corners of the grid, whose loops run their ends."""
+    """Replacement of `GridExecutor.__call__`: run the programs at the corners of the grid, with shortened loops."""
     args, kwargs = self._init_args_hst(args, {k: v for k, v in kwargs.items() if k in self.arg_names})
     interpreter._patch_lang(self.fn)
     self.fn.__globals__["range"] = ends_of
@@ -147,7 +147,7 @@ def gathered(n: int, heads: int, key_heads: int, size: int, listed: int) -> None
     call = AttentionCall(query, key, value, make_plan(parse("window:1"), n, heads, size), d**-0.5)
     whole = RowChunk(slice(0, 1), slice(0, heads), slice(0, key_heads), slice(0, n), is_whole=True)
     lse, delta = hollow(1, heads, n), hollow(1, heads, n)
-    gathered_attention.forward(call, chosen, None, Forward(output, lse), whole)
+    gathered_attention.forward(call, chosen, None, Forward(output, lse), whole, CallChoices())
     near = Gradients(output, key, value)
     gathered_attention.backward(call, chosen, None, near, whole, lse, delta, output)
 

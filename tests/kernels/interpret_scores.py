@@ -1,7 +1,7 @@
-"""Run the kernels that score blocks in Triton's interpreter, and print what they are off by: what blocks add up to, the
-factors made of that, `hidden_kernel` in tiles of every size, and noise.
+"""Run the kernels that score blocks in Triton's interpreter, and print their errors: block summaries, factors,
+`hidden_kernel` with tiles of every size, and noise.
 
-A program of its own, as `interpret_selection` is.
+A separate program like `interpret_selection`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import backend
 from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
 from dilated_attention_pytorch.selection.kernels import summaries as triton_summaries
-from dilated_attention_pytorch.selection.kernels.topk_kernels import noisy
+from dilated_attention_pytorch.selection.kernels.topk_kernels import add_noise
 from dilated_attention_pytorch.selection.rank import gumbel
 from dilated_attention_pytorch.selection.types import Factors
 
 
 class Summaries(NamedTuple):
-    """What blocks of a sequence add up to."""
+    """Block summaries of a sequence."""
 
     n: int
     own_unit: int
@@ -43,7 +43,7 @@ class Summaries(NamedTuple):
     asked: int = 8
 
     def errors(self) -> dict[str, float]:
-        """Against plain torch; the sixth block is not finite."""
+        """Errors against plain torch; the sixth block is not finite."""
         torch.manual_seed(0)
         triton_summaries.ROWS, triton_summaries.ASKED = self.rows, self.asked
         query, key = (torch.randn(2, self.n, heads, self.width).transpose(1, 2) for heads in (2, 1))
@@ -51,7 +51,7 @@ class Summaries(NamedTuple):
         query[1, 0, 81] = key[1, 0, 83] = torch.nan
         padding = torch.arange(self.n) >= torch.tensor([self.n - 3, 20])[:, None] if self.padded else None
         if padding is not None:
-            # Whatever lies there.
+            # Padding may hold any values.
             query, key = (x.masked_fill(padding[:, None, :, None], torch.nan) for x in (query, key))
         given = query, key, 16, self.own_unit, self.unit, padding, self.before
         wanted = backend.Torch.summarise(*given)
@@ -66,7 +66,7 @@ class Summaries(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What scores are made of, from what blocks add up to."""
+    """Factors of scores, from block summaries."""
 
     is_causal: bool
     share: bool = False
@@ -78,8 +78,11 @@ class Parts(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def errors(self) -> dict[str, float]:
-        """Against plain torch; the numbers of blocks, units and channels fill no tile. Of groups also the query side of
-        the match; a query that is not finite counts as 0 where tokens select, and empties its block otherwise."""
+        """Errors against plain torch; blocks, units and channels do not fill their tiles.
+
+        Groups also compare the query side of the match. A non-finite query counts as 0 if tokens select, and otherwise
+        empties its block.
+        """
         torch.manual_seed(0)
         options = {"hidden_dim": 35, "match_rank": 5, "score_unit": 4, "granularity": self.granularity}
         options |= {"select": "group", "group_size": self.group} if self.group > 1 else {}
@@ -90,7 +93,7 @@ class Parts(NamedTuple):
         query, key = (torch.randn(2, heads, self.n, 12).to(self.dtype) for heads in (self.heads, self.key_heads))
         names = ["rows", "columns", "right"]
         if self.group > 1:
-            # Heads of a token side by side.
+            # Heads of a token are adjacent.
             query = query.transpose(1, 2).contiguous().transpose(1, 2)
             query[0, 1, 33, 5] = key[1, -1, 70, 3] = torch.inf
             names += ["own", "left_there", "right_there"] if self.granularity == "block" else ["own", "right_there"]
@@ -105,7 +108,7 @@ class Parts(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Scores of some rows with the first blocks, by drawn factors without any match."""
+    """Scores of some rows with the first blocks, from random factors without a match."""
 
     side: int
     t: int
@@ -118,10 +121,10 @@ class Hidden(NamedTuple):
     keep: bool = False
     listed: bool = False
     together: bool = False
-    """factors unit by unit, as `factor_kernel` leaves them, with nothing known behind the last block"""
+    """Factors stored by hidden unit, as `factor_kernel` writes them, undefined past the last block"""
 
     def errors(self) -> dict[str, float]:
-        """Against plain torch in float64; one column is not a number, one row and one column are endless."""
+        """Errors against plain torch in float64; one column is NaN, one row and one column are infinite."""
         torch.manual_seed(0)
         lead, t, m = (2, 2), self.t, self.hidden
         rows, columns, keep = (torch.randn(*lead, t, m) for _ in range(3))
@@ -150,7 +153,7 @@ class Hidden(NamedTuple):
         with GpuRules():
             run = triton_selection.hidden_scoring(factors, self.size, self.is_causal)
             found = run(drawn if self.listed else range(self.begin, self.begin + self.many), self.width)
-        # Of a row's own block and later ones nothing is asked.
+        # Scores with a row's own block and later ones are undefined.
         asked = torch.arange(self.width) < blocks[:, None] if self.is_causal else torch.tensor(True)
         return {"scores": error(*(torch.where(asked, x, 0.0) for x in (found, wanted)))}
 
@@ -159,12 +162,12 @@ class Hidden(NamedTuple):
 def noise_kernel(p_seed, p_noise, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     stream, o_i, o_j = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     b_noise = tl.zeros([ROWS, COLUMNS], tl.float32)
-    b_noise = noisy(b_noise, dropout_rows(p_seed, stream, o_i)[:, None], o_j[None, :])
+    b_noise = add_noise(b_noise, dropout_rows(p_seed, stream, o_i)[:, None], o_j[None, :])
     tl.store(p_noise + (stream * ROWS + o_i[:, None]) * COLUMNS + o_j[None, :], b_noise)
 
 
 class Noise(NamedTuple):
-    """What is added to scores while training, of all bits."""
+    """Noise of scores in training, for all values of its bits."""
 
     seed: int
 

@@ -1,7 +1,7 @@
-"""Run the kernels of learned selections in Triton's interpreter, as a GPU runs them, and print what they are off by.
+"""Run the kernels of learned selections in Triton's interpreter, as a GPU runs them, and print their errors.
 
-A program of its own: Triton decides when it is imported whether to interpret, and the test session must not. Nothing
-may be read back on the way, as on a GPU; see `no_waiting`.
+A separate program: Triton decides at import whether to interpret, and the test session must not. The host may not read
+back device values, as on a GPU; see `no_waiting`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import os
 import sys
 import weakref
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from index_calls import IndexCall
+from index_calls import IndexCall, drawn_call
 from kernels.interpreter import start_interpreting
 from kernels.no_waiting import GpuRules, Launched, attention_op
 from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
+from strategies import Seeded
 from torch.nn.attention.varlen import AuxRequest
 
 from dilated_attention_pytorch import make_selection, varlen_attention
@@ -30,7 +31,8 @@ from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.plan.documents import ascending
-from dilated_attention_pytorch.selection import attend, distill, rank
+from dilated_attention_pytorch.selection import attend, attention, distill, rank
+from dilated_attention_pytorch.selection import indices as lists
 from dilated_attention_pytorch.selection import plan as plans
 from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import Triton
@@ -71,14 +73,14 @@ class Attention(NamedTuple):
         shape = {"batch": self.batch, "heads": 2, "n": self.n, "size": self.size, "most": self.most, "local": 1}
         chosen = drawn(**shape, is_causal=self.is_causal, per_token=self.per_token)
         given = [x.to(self.dtype) for x in inputs(chosen, self.key_heads, 16, 12)]
-        # A row without a key gives its LSE no slope, in either way of writing it.
+        # The LSE of a row without a key has no gradient, whether it is -inf or another value.
         slopes = torch.randn(self.batch, 2, self.n, 12), torch.randn(self.batch, 2, self.n)
         padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
         options = {"key_padding_mask": padding if self.padded else None}
         torch.manual_seed(1)
         seed = torch.randint(2**62, (1,))
         if self.per_token:
-            # What all rows share is planned and scheduled once for its shape, as any pattern is.
+            # Shared blocks are planned and scheduled once per shape, like any pattern.
             shared = attend.shared_plan(self.n, 2, self.size, 1, 1, self.is_causal, torch.device("cpu"))
             triton_lowering.schedule(shared, 2 // self.key_heads)
         found = []
@@ -136,11 +138,11 @@ class Indexed(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Calls with one selection, which caches what the first of them derives from its lists."""
+    """Calls with one selection, which caches values that the first call derives from its lists."""
 
     call: IndexCall
     fewer: int
-    """Launches of a first call that later ones do without"""
+    """Launches of a first call that later calls omit"""
 
     def errors(self) -> dict[str, float]:
         """Numbers of output, LSE and gradients that differ between calls, and launches that are not saved."""
@@ -157,7 +159,7 @@ class Repeated(NamedTuple):
         with GpuRules():
             before, first, other = (make_selection(indices, counts, **shape) for _ in range(3))
         found, launches = [], []
-        # A call before them makes what follows from shapes.
+        # An earlier call caches everything that depends on shapes alone.
         for selection in (before, first, first, other, first):
             with GpuRules(), Launched() as launched:
                 output, lse = selected_attention(*leaves, selection, enable_gqa=True, return_lse=True, backend="triton")
@@ -180,9 +182,10 @@ class Chunks(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def errors(self) -> dict[str, float]:
-        """Of output, LSE and gradients; for chunks of whole heads, numbers of output, LSE and dQ that differ.
+        """Errors of output, LSE and gradients; for chunks of whole heads, counts of values of output, LSE and dQ that
+        differ.
 
-        Only products of the interpreter depend on the place of a row among others.
+        In the interpreter, results of a product depend on the position of a row in its tile; on a GPU they do not.
         """
         call = self.call
         indices, counts, _ = call.lists()
@@ -198,6 +201,7 @@ class Chunks(NamedTuple):
         limits, found, chunks = gathered_attention.GatheredAttend._most_rows, [], []
         for rows in (2**20, self.rows):
             gathered_attention.GatheredAttend._most_rows = lambda *_, rows=rows: (0 if rows < 2**20 else rows, rows)
+            attention._cached.clear()
             leaves = [x.detach().requires_grad_() for x in given]
             torch.manual_seed(1)
             with GpuRules(), Launched() as launched:
@@ -217,7 +221,7 @@ class Chunks(NamedTuple):
 
 
 class PackedWindow(NamedTuple):
-    """Attention in packed documents, whose bounds lie on the device, by `varlen_attention`."""
+    """Attention in packed documents with bounds on the device, through `varlen_attention`."""
 
     pattern: str = "full"
     window: tuple[int, int] = (-1, -1)
@@ -226,9 +230,9 @@ class PackedWindow(NamedTuple):
     dropout_p: float = 0.0
     dtype: torch.dtype = torch.float32
     traced: bool = False
-    """By the registered operators, whose backward pass has the bounds alone"""
+    """Through the registered operators, whose backward pass receives the bounds only"""
     wrong: tuple[int, ...] = ()
-    """Bounds that do not ascend from 0, which a GPU raises and cuts; see `documents.ascending`"""
+    """Bounds that do not ascend from 0, which are clamped on a GPU; see `documents.ascending`"""
     changed_scores: bool = False
     """With a soft cap and a bias by distance"""
 
@@ -264,7 +268,7 @@ class PackedWindow(NamedTuple):
 
 
 def refuse_bits(*arguments: object) -> torch.Tensor:
-    """Stands for what must not run: the search of a score bit by bit, the host's reading of bounds."""
+    """Replacement of functions that must not run: the search bit by bit, and host reads of bounds."""
     raise AssertionError("trials did not find the last score that is listed, or the host reads bounds")
 
 
@@ -288,11 +292,11 @@ class Choice(NamedTuple):
     holes: bool = False
     keep: bool = False
     tied: bool = False
-    wild: bool = False  # Scores of very different size, and endless ones.
-    in_registers: bool = False  # Tokens in one kernel, as blocks of 64 and more have them.
-    plain: bool = False  # Scores of usual size, of which none is looked for bit by bit.
+    wild: bool = False  # Scores of very different magnitude, and infinite ones.
+    in_registers: bool = False  # Tokens in one kernel, as with blocks of at least 64.
+    plain: bool = False  # Scores of similar magnitude, which need no search bit by bit.
     rounds: bool = False
-    projected: bool = False  # The query side of the match is given, as for lists of groups.
+    projected: bool = False  # The query side of the match is precomputed, as for groups of heads.
 
     def factors(self) -> Factors:
         t = -(-self.n // 16)
@@ -319,16 +323,16 @@ class Choice(NamedTuple):
         )
 
     def errors(self) -> dict[str, float]:
-        """How many choices differ from those of the torch path, which asks for all scores."""
+        """Number of list entries that differ from the torch implementation, which computes all scores."""
         torch.manual_seed(0)
         # Rows in runs.
         triton_choice.SCORE_BYTES = 1500
         ranks = triton_choice._rank_launch
         if self.in_registers:
             triton_choice.CHOSEN, triton_choice._rank_launch = 16, None
-        score_at = triton_ranking.score_at
+        score_of_key = triton_ranking.score_of_key
         if self.plain:
-            triton_ranking.score_at = refuse_bits
+            triton_ranking.score_of_key = refuse_bits
         factors = self.factors()
         t = factors.right.shape[2]
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
@@ -337,7 +341,7 @@ class Choice(NamedTuple):
         if self.wild:
             factors.right.mul_(10 ** (12 * torch.rand(t, 1, 1) - 4))
             factors.columns[..., 1:3, :] = torch.inf
-            # Of queries, what is not finite counts as 0.
+            # Non-finite elements of queries count as 0.
             factors.own[:, :, 99:102, :, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan])[:, None]
             assert len(factors.weight.sign().unique()) == 2
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
@@ -348,7 +352,7 @@ class Choice(NamedTuple):
         wanted, wanted_counts = rank.rank(given, torch.arange(scores.shape[2]), seed, host_sync=True)
         with GpuRules():
             listed, counts = Triton.rank(given, seed)
-        triton_choice.CHOSEN, triton_choice._rank_launch, triton_ranking.score_at = 64, ranks, score_at
+        triton_choice.CHOSEN, triton_choice._rank_launch, triton_ranking.score_of_key = 64, ranks, score_of_key
         width = wanted.shape[-1]
         assert wanted_counts.float().mean() > 0.3
         errors = {
@@ -365,7 +369,7 @@ class Choice(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What gradients of the scores of some rows give parameters."""
+    """Gradients of parameters from gradients of the scores of some rows."""
 
     per_token: bool
     coldest: float = 0.1
@@ -374,12 +378,14 @@ class Learned(NamedTuple):
     share: bool = False
     tile: int = 4096
     chunk: int = 0
-    """Sub-blocks multiplied at once, where the best match of a row with a block is found first"""
+    """Sub-blocks per product if `best_kernel` computes the best matches first; 0 without it"""
     units: int = 8
 
     def errors(self) -> dict[str, float]:
-        """Against torch's own gradients; that of a maximum is shared alike among equals, of which whole numbers have
-        many. A query that is not finite counts as 0, and most rows list few blocks."""
+        """Errors against torch's gradients. A maximum divides its gradient among ties, of which integers have many.
+
+        A non-finite query counts as 0, and most rows list few blocks.
+        """
         torch.manual_seed(0)
         triton_row_scores.TILE = self.tile
         batch, heads, t, units, d, hidden, rank = 2, 2, 7, self.units, 5, 6, 3
@@ -458,7 +464,7 @@ class Lists(NamedTuple):
     few: bool = True
 
     def errors(self) -> dict[str, float]:
-        """Pairs that differ from the plan made in torch, and work lists that differ from those made by looking."""
+        """Pairs that differ from the plan built in torch, and work lists that differ from those built on the host."""
         torch.manual_seed(0)
         listed_schedule.FEW_ITEMS = hopper_lowering.FEW_ITEMS if self.few else 0
         chosen = drawn(
@@ -494,7 +500,7 @@ class Lists(NamedTuple):
                 if name == "partial" and number == 1:
                     one, other = one[: wanted.blocks], other[: wanted.blocks]
                 if name == "items":
-                    # They start in another order.
+                    # The starting order differs.
                     one, other = (torch.tensor(sorted(x.tolist()), dtype=x.dtype) for x in (one, other))
                 same = one == other if name == "covers" else torch.equal(one, other) and one.dtype == other.dtype
                 found[f"{name} {number}"] = float(not same)
@@ -515,7 +521,7 @@ class Turned(NamedTuple):
     window: int = 1024
 
     def errors(self) -> dict[str, float]:
-        """How much differs from what sorting gives."""
+        """Number of values that differ from an inverted index built by sorting."""
         gather_index.WINDOW, gather_index.TOGETHER = self.window, min(self.window, 64)
         torch.manual_seed(0)
         chosen = drawn(self.batch, 2, self.n, 16, is_causal=self.is_causal, per_token=True, most=self.most)
@@ -524,10 +530,111 @@ class Turned(NamedTuple):
                 gather_index.invert_selection(chosen, self.group),
                 plans.invert_selection(chosen, self.group, 0, False),
             )
-        # Nobody reads where the rows of tiles that hold nothing but filler come from.
+        # The sources of rows in tiles of filler alone are undefined and never read.
         nowhere = (wanted.tile == self.batch * chosen.blocks).repeat_interleave(chosen.block_size, 1)
         found, wanted = (one._replace(source=one.source.masked_fill(nowhere, -1)) for one in (found, wanted))
         return {name: float((a != b).sum()) for name, a, b in zip(found._fields, found, wanted, strict=True)}
+
+
+class NormalForm(NamedTuple):
+    """Index tensors in their normal form, made by one kernel."""
+
+    calls: int
+
+    def errors(self) -> dict[str, float]:
+        """Numbers that differ from those of torch operations, launches besides one a call, and wrong layouts.
+
+        Calls of one shape follow each other: their integers, strides, counts and limits are their own.
+        """
+        draw, found = Seeded(0), dict.fromkeys(("indices", "counts", "sharing_rows", "layout", "launches"), 0.0)
+        for seed in range(self.calls):
+            call = drawn_call(draw)._replace(wild=True, counted=True, seed=seed, entries=draw.choice([1, 3, 17, 40]))
+            indices, counts, _ = call.lists()
+            columns, shared = indices.mT.contiguous().mT, indices[:1].expand_as(indices)
+            shape = {"n": call.n, "heads": call.heads, "granularity": call.size}
+            for number, given in enumerate((indices, columns, indices.long(), shared, shared.long())):
+                near = draw.choice([(0, 0), (1, 0), (2, 0), (1, 2), (3, 1)])
+                options = shape | {
+                    "local_blocks": near[0],
+                    "sink_blocks": near[1],
+                    "is_causal": draw.choice([0, 1]) > 0,
+                }
+                given = given, counts if number % 2 else None
+                with GpuRules(), Launched() as launched:
+                    made = make_selection(*given, **options)
+                found["launches"] += launched.count - 1
+                longest, lists.LONGEST_COMPARED = lists.LONGEST_COMPARED, 0
+                with GpuRules():
+                    wanted = make_selection(*given, **options)
+                lists.LONGEST_COMPARED = longest
+                for name in ("indices", "counts", "sharing_rows"):
+                    own, other = getattr(made, name), getattr(wanted, name)
+                    if own is None or other is None:
+                        found["layout"] += own is not other
+                        continue
+                    found["layout"] += own.dtype != other.dtype or own.shape != other.shape or not own.is_contiguous()
+                    found[name] += float((own != other).sum())
+        return found
+
+
+class Neighbours(NamedTuple):
+    """Calls that differ from an earlier one in a single property, and so must not use what was prepared for it."""
+
+    per_token: bool
+
+    def errors(self) -> dict[str, float]:
+        """Numbers of output and LSE that differ from those of a first call, for each property."""
+        attend.GATHERED = 2**29
+        call, found = IndexCall(self.per_token, True, 20, scope=2, entries=2), {}
+        # Plans of shared blocks are made once for a shape.
+        for near, group in ((1, 2), (1, 4), (0, 2)):
+            shared = attend.shared_plan(call.n, call.heads, call.size, near, 0, near > 0, torch.device("cpu"))
+            triton_lowering.schedule(shared, group)
+        torch.manual_seed(0)
+        shape = call.batch, call.n, 16
+        query, key, value = (torch.randn(shape[0], heads, *shape[1:]) for heads in (4, 2, 2))
+        indices = call.lists()[0]
+        padding = torch.arange(call.n).expand(call.batch, -1) >= torch.tensor([[15], [20]])
+
+        def run(query=query, key=key, value=value, indices=indices, trained=False, **more: Any) -> list[torch.Tensor]:
+            torch.manual_seed(2)
+            options: dict[str, Any] = {"granularity": call.size, "is_causal": True, "enable_gqa": True} | more
+            leaves = [x.detach().requires_grad_(trained) for x in (query, key, value)]
+            with GpuRules():
+                output, lse = selected_attention(*leaves, indices, return_lse=True, backend="triton", **options)
+                grads = torch.autograd.grad(output.square().sum(), leaves) if trained else ()
+            return [output.detach(), lse.detach(), *grads]
+
+        one = {"query": query[:1], "key": key[:1], "value": value[:1], "indices": indices[:1]}
+        changes: dict[str, dict[str, Any]] = {
+            "samples": one,
+            "packed": one | {"cu_seqlens": torch.tensor([0, 7, 20])},
+            "strides": {"query": query.transpose(1, 2).contiguous().transpose(1, 2)},
+            "strides of values": {"value": value.transpose(1, 2).contiguous().transpose(1, 2)},
+            "alignment": {"key": torch.cat([key.new_zeros(1), key.flatten()])[1:].view_as(key)},
+            "dtype": {"query": query.half(), "key": key.half(), "value": value.half()},
+            "width of values": {"value": value[..., :12]},
+            "key heads": {"key": key[:, :1], "value": value[:, :1], "indices": indices[:, :1]},
+            "lists": {"indices": indices[:, :1]},
+            "lists of query heads": {"indices": indices.repeat_interleave(2, 1)},
+            "entries": {"indices": indices[..., :1]},
+            "strides of lists": {"indices": indices.mT.contiguous().mT},
+            "64 bits": {"indices": indices.long()},
+            "scale": {"scale": 0.5},
+            "negative scale": {"scale": -0.5},
+            "sink": {"sink": torch.tensor([0.3, -0.2, 1.0, 0.0])},
+            "dropout": {"dropout_p": 0.4},
+            "padding": {"key_padding_mask": padding},
+            "gradients": {"trained": True},
+            "not causal": {"is_causal": False},
+        }
+        for name, change in changes.items():
+            attention._cached.clear()
+            wanted = run(**change)
+            attention._cached.clear()
+            run()
+            found[name] = sum(float((a != b).sum()) for a, b in zip(run(**change), wanted, strict=True))
+        return found
 
 
 class Step(NamedTuple):
@@ -641,7 +748,7 @@ class OptimizerSteps(NamedTuple):
         for backend, rules in (("triton", GpuRules), ("cpu", nullcontext)):
             layer.backend = backend
             layer.load_state_dict(before)
-            # Large enough a floor that rounding of small gradients does not decide where a step goes.
+            # A large epsilon, so that rounding of small gradients does not decide the sign of a step.
             floor = {} if self.optimizer == "SGD" else {"eps": 1e-2}
             optimizer = getattr(torch.optim, self.optimizer)(layer.parameters(), 1e-2, **floor, **self.options)
             for step in range(3):
@@ -728,6 +835,9 @@ TRIALS = {
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
+    "normal form of lists": NormalForm(10),
+    "calls beside equal calls, blocks": Neighbours(False),
+    "calls beside equal calls, tokens": Neighbours(True),
     "tokens turned round": Turned(70, 2),
     "many causal tokens turned round": Turned(500, 1, True, 8, 2),
     "tokens with long lists turned round in windows": Turned(333, 2, True, 70, window=16),
@@ -798,4 +908,6 @@ if __name__ == "__main__":
     start_interpreting()
     use_small_tiles()
     for trial in sys.argv[1:] or TRIALS:
+        # Trials have other limits of chunks.
+        attention._cached.clear()
         print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

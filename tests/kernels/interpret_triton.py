@@ -46,9 +46,9 @@ class Trial(NamedTuple):
     """split every row that can be split"""
     scale: float | None = None
     positions: bool = False
-    """rows stand for other tokens in dropout, for each head its own"""
+    """positions of rows in dropout, different for each head"""
     bad: tuple[str, int] | None = None
-    """an input, and the token whose first half is NaN in it"""
+    """name of an input, and its token whose first half is NaN"""
     softcap: float = 0.0
     bias: tuple[int, ...] = ()
     """widths of a table by distance"""
@@ -57,7 +57,7 @@ class Trial(NamedTuple):
     masks: bool = False
     """entries of -inf for distances at and beyond the ends of the table"""
     sink: float | None = None
-    """logit of the first head; those of other heads are drawn around 0"""
+    """logit of the first head; other heads have random logits around 0"""
 
 
 TRIALS = {
@@ -278,7 +278,7 @@ def public_errors() -> dict[str, float]:
 
 
 def random_bias_errors() -> dict[str, float]:
-    """Errors of `attention_with_lse` for random patterns, tables and positions, by what rounding explains."""
+    """Errors of `attention_with_lse` over the error bound of rounding, for random patterns, tables and positions."""
     found: dict[str, float] = {}
     for seed in range(6):
         draw = Seeded(f"bias {seed}")
@@ -305,7 +305,7 @@ def random_bias_errors() -> dict[str, float]:
 
 
 def budget_errors() -> dict[str, float]:
-    """Errors within the least memory budget, which splits the rows of a head, over those that rounding explains."""
+    """Errors over the error bound of rounding, within the least memory budget, which splits the rows of a head."""
     return Call(
         pattern="window:9 | global:3", n=40, heads=2, key_heads=1, batch=2, d=8, e=8, dtype=torch.float32, seed=5,
         padded=True, scale=0.4, dropout_p=0.3, lse_grad=True, softcap=1.5, memory_budget=TIGHT,
@@ -313,7 +313,7 @@ def budget_errors() -> dict[str, float]:
 
 
 def sample_errors() -> dict[str, float]:
-    """Errors of more samples than a grid counts, over those that rounding explains: 5 samples, 2 a launch."""
+    """Errors over the error bound of rounding, of more samples than a grid dimension: 5 samples, 2 per launch."""
     before, triton_launches.MOST_PROGRAMS = triton_launches.MOST_PROGRAMS, 2
     call = Call(
         pattern="window:9 | global:3", n=20, heads=2, key_heads=1, batch=5, d=8, e=8, dtype=torch.float32, seed=5,
@@ -340,7 +340,7 @@ def sample_errors() -> dict[str, float]:
 
 
 def check_pieces(plan: Plan, group: int) -> None:
-    """Rows are split in both directions, in the part that starts the softmax or sum and in those that continue it."""
+    """Assert that rows are split in both directions, in the first part of the softmax or sum and in later parts."""
     tables = triton_lowering.schedule(plan, group)
     slots = [part.by_query.slots for part in tables.by_query], [part.by_key.slots for part in tables.by_key]
     assert all(any(side) and all(side[1:]) for side in slots), slots

@@ -63,7 +63,7 @@ def patch_once(patch: Any) -> Any:
 
 
 def call_directly(patch: Any) -> Any:
-    """`_patch_attr` that leaves out the check of `builtin`, which asks for what the interpreter has just added."""
+    """`_patch_attr` without the check of `builtin` for an argument that the interpreter has just added."""
     checked = tl.core.builtin(lambda: None).__code__
 
     def patch_member(obj: Any, name: str, member: Any, *rest: Any) -> None:
@@ -74,7 +74,7 @@ def call_directly(patch: Any) -> Any:
 
 
 def types_once(find: Any) -> Any:
-    """`_get_np_dtype` that looks up each scalar type once."""
+    """`_get_np_dtype` with a cache by scalar type."""
     cached: dict[str, Any] = {}
 
     def cached_type(ty: Any) -> Any:
@@ -87,7 +87,7 @@ def types_once(find: Any) -> Any:
 
 
 def keep_block_types() -> None:
-    """Make `block_type` give the same object for the same element type and shape; nothing changes a type."""
+    """Make `block_type` return one object per element type and shape; types are never modified."""
     kind, initialize = tl.block_type, tl.block_type.__init__
     made: dict[tuple[Any, ...], Any] = {}
 
@@ -143,7 +143,7 @@ def check_unequal(check: Any) -> Any:
     """`binary_op_type_checking_impl` without repeated work for operands of one plain type.
 
     Operands of one type are returned as they are, a scalar is copied into the shape of its block, and a number becomes
-    an operand once for each type that it meets. The interpreter writes into no operand.
+    an operand once per type. The interpreter writes into no operand.
     """
     numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 

@@ -1,9 +1,9 @@
 """Bounds of every access of a Triton kernel in Triton's interpreter.
 
 The interpreter reads and writes at addresses: an access outside of the memory of an argument returns or changes what
-lies there, and most tests would pass. Here an address has the number of the argument from which it is derived in the
-bits from 2^48 on, which arithmetic on addresses preserves. Every load, store and atomic compares its unmasked addresses
-with the elements of that argument. Tensors of an arena lie apart, and nothing may be accessed between them.
+is stored there, and most tests would pass. Here an address carries the number of the argument from which it is derived
+in the bits from 2^48 on, which arithmetic on addresses preserves. Every load, store and atomic compares its unmasked
+addresses with the elements of that argument. Tensors of an arena are kept apart, and no access may fall between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 from dilated_attention_pytorch.kernels.launch.arena import ALIGNED, Arena
 
 BITS = 48
-"""Bits of an address; the number of its argument lies above them."""
+"""Bits of an address, below the number of its argument."""
 ADDRESS = np.uint64(2**BITS - 1)
 LARGEST_MAP = 2**24
 """Most elements from the first to the last of a strided tensor whose gaps are checked."""
@@ -88,7 +88,7 @@ class Launch:
         return self.arguments[number].address
 
     def resolve(self, kind: str, addresses: np.ndarray, mask: np.ndarray | None, size: int) -> np.ndarray:
-        """Addresses without numbers, of an access to elements of so many bytes."""
+        """Addresses without argument numbers, for an access to elements of `size` bytes."""
         low, high = int(addresses.min()), int(addresses.max())
         argument = self.arguments[min(low >> BITS, len(self.arguments) - 1)]
         whole = argument.begin <= low and high + size <= argument.end and not (low | high) % size
@@ -97,7 +97,7 @@ class Launch:
         return addresses & ADDRESS
 
     def check(self, kind: str, addresses: np.ndarray, size: int) -> None:
-        """Raise unless every address is that of an element."""
+        """Raise unless every address is the address of an element."""
         numbers = addresses >> np.uint64(BITS)
         for number in map(int, np.unique(numbers)):
             some = addresses[numbers == number]
@@ -124,7 +124,7 @@ class Launch:
 
 
 class Accesses:
-    """The compiled part of the interpreter, whose accesses are checked first."""
+    """Wrapper of the compiled part of the interpreter, which checks every access first."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled

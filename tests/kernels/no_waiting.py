@@ -1,4 +1,4 @@
-"""What would make the host wait for a GPU, forbidden: for paths that must never read back what a device computed."""
+"""Modes that raise on operations that make the host wait for a GPU, for paths that never read device values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilated_attention_pytorch.ops import varlen
 from dilated_attention_pytorch.selection import attention, backend, indices
 
 attention_op = import_module("dilated_attention_pytorch.ops.attention")
-"""The module; in `ops` its name is that of the function."""
+"""The module; `ops.attention` is the function of the same name."""
 
 READS = {
     "_local_scalar_dense",
@@ -44,7 +44,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Launched(TorchDispatchMode):
-    """Counts what a GPU would be told to run: kernels, and operations but for views and memory."""
+    """Count the GPU work of a block of code: kernels, and operations other than views and allocations."""
 
     def __enter__(self) -> Launched:
         from triton.runtime import interpreter
@@ -76,14 +76,14 @@ class Launched(TorchDispatchMode):
 
 
 class GpuRules:
-    """Tensors count as a GPU's: nothing is read back. Calls on lists run as operators only if `traced`."""
+    """Treat CPU tensors as GPU tensors that the host may not read. Calls on lists run as operators only if `traced`."""
 
     def __init__(self, traced: bool = False) -> None:
         self.traced = traced
 
     def __enter__(self) -> None:
         self.allows_host_sync, self.is_observed = backend.allows_host_sync, attention.is_observed
-        # The mode would otherwise see operators, and not what runs inside.
+        # Otherwise the mode would see the operators and not the operations inside.
         attention.is_observed = indices.is_observed = lambda *tensors: self.traced
         for module in (attention_op, varlen, backend):
             module.allows_host_sync = lambda device: False

@@ -26,9 +26,9 @@ class Recorded(NamedTuple):
 
     kernel: Any
     signature: tuple[str, ...]
-    """Of arguments that are not constants by name; a number for those that are compiled in"""
+    """Types of arguments that are not constants; the value of an argument that is compiled in"""
     even: tuple[int, ...]
-    """Which of them are multiples of 16"""
+    """Indices of arguments that are multiples of 16"""
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
 
@@ -52,7 +52,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Recorded:
-    """As Triton specialises a launch."""
+    """Record of a launch, specialized as Triton does."""
     signature, even = [], []
     for place, (one, parameter) in enumerate(zip(arguments, kernel.params, strict=False)):
         free = parameter.do_not_specialize

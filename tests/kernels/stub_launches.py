@@ -33,6 +33,7 @@ from dilated_attention_pytorch.kernels.triton import launches as triton_launches
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.selection import backend as selection_backend
+from dilated_attention_pytorch.selection import indices
 from dilated_attention_pytorch.selection import kernels as selection_kernels
 
 STREAM = 77
@@ -104,6 +105,14 @@ def learned_attention(score_unit: int) -> None:
     layer(*x, True).sum().backward()
 
 
+def normal_forms() -> None:
+    """Normal forms of index tensors, with and without counts."""
+    listed, counts = torch.zeros(1, 2, 512, 4, dtype=torch.int64), torch.zeros(1, 2, 512, dtype=torch.int32)
+    for is_counted in (False, True):
+        indices.normal_form(listed, counts, None, 2, 512, 64, True, is_counted=is_counted)
+        indices.normal_form(listed[:, :, :8], None, None, 2, 512, 64, False, is_counted=is_counted)
+
+
 LADDER = "dilated:128x1,250x4"
 SCENES: dict[str, Callable[[], None]] = {
     "triton window": lambda: portable_attention("window:100"),
@@ -114,6 +123,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "hopper padding": lambda: hopper_attention(LADDER, padded=True),
     "learned blocks": lambda: learned_attention(64),
     "learned tokens": lambda: learned_attention(1),
+    "index tensors": normal_forms,
 }
 
 

@@ -1,4 +1,4 @@
-"""What the CPU backends must do beyond the shared problems: tile sizes, layouts, bad input, extreme scores, steps."""
+"""CPU backends beyond the shared problems: tile sizes, layouts, bad input, extreme scores, steps."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_width_gives_the_dense_result_in_single_precision(name, d, e):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", ["dilated-ladder-causal", "gqa", "padded"])
-def test_heads_inside_tokens_are_read_in_place_and_kept_so(name, case):
+def test_layout_of_heads_inside_tokens_is_preserved(name, case):
     problem = BY_NAME[case]
     inputs = problem.inputs()
     *turned, grad_lse = inputs
@@ -123,7 +123,7 @@ def test_heads_inside_tokens_are_read_in_place_and_kept_so(name, case):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_an_expanded_gradient_counts_like_a_dense_one(name):
+def test_expanded_gradient_equals_dense_one(name):
     problem = BY_NAME["window-causal"]
     inputs = problem.inputs()
     inputs = inputs._replace(grad_output=torch.ones((), dtype=torch.float64).expand(inputs.grad_output.shape))
@@ -149,7 +149,7 @@ def test_huge_scores_do_not_overflow_single_precision(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_errs_by_rounding_alone(name, dtype):
+def test_half_precision_error_is_rounding(name, dtype):
     problem = replace(BY_NAME["dilated-ladder-causal"], batch=2, padded=(141, 90))
     inputs = problem.inputs(dtype)
     call = call_of(problem, inputs)
@@ -210,7 +210,7 @@ def test_nan_stays_in_the_rows_that_see_it(name, case, which, bad, plain):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", ["window", "dilated-ladder-causal"])
-def test_a_bad_query_spoils_its_own_row_and_the_keys_it_sees(name, case):
+def test_nan_query_reaches_its_own_row_and_its_keys_only(name, case):
     problem = BY_NAME[case]
     inputs, token = problem.inputs(), 33
     inputs.query[:, :, token] = float("nan")
@@ -226,7 +226,7 @@ def test_a_bad_query_spoils_its_own_row_and_the_keys_it_sees(name, case):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_rows_without_a_key_are_zero_and_move_nothing(name):
+def test_rows_without_a_key_are_zero_without_gradients(name):
     problem = BY_NAME["all-padded"]
     inputs = problem.inputs()
     output, lse, dq, dk, dv = everything(name, call_of(problem, inputs), inputs)
@@ -243,7 +243,7 @@ def test_small_steps_of_the_torch_backend_give_the_same_result(monkeypatch, budg
     check("cpu", BY_NAME[case], torch.float64)
 
 
-def test_the_reference_refuses_what_it_cannot_do():
+def test_reference_states_unsupported_calls():
     problem = BY_NAME["causal"]
     call = call_of(problem, problem.inputs())
     reference = backend_named("reference")
@@ -253,7 +253,7 @@ def test_the_reference_refuses_what_it_cannot_do():
 
 
 @pytest.mark.parametrize("name", ["cpu", "native"])
-def test_a_tensor_elsewhere_is_refused(name):
+def test_tensor_on_another_device_is_refused(name):
     problem = BY_NAME["causal"]
     call = call_of(problem, problem.inputs())
     assert backend_named(name).why_not(replace(call, query=call.query.to("meta"))) == "needs a CPU tensor, got meta"

@@ -20,7 +20,7 @@ INSTALLED = ""
 RELEASES = [INSTALLED, *filter(None, os.environ.get("DAP_TRITON_RELEASES", "").split(os.pathsep))]
 SCENES = ["triton window", "triton ladder", "hopper window", "hopper ladder", "hopper ladder, widths 80 and 96"]
 SCENES += ["hopper padding"]
-SCENES += ["learned blocks", "learned tokens"]
+SCENES += ["learned blocks", "learned tokens", "index tensors"]
 OVERLAP = "6:01000000;"
 """Attribute of a launch that may start before the launch in front of it has ended."""
 

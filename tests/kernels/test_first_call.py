@@ -1,4 +1,4 @@
-"""What a first call on a GPU needs is begun once, beside the making of its plan, and by no call that needs it not."""
+"""Warmup of a first GPU call starts once, in parallel with planning, and only for calls that need it."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ WORK = "hash_compiler", "make_driver", "_import_kernels"
 
 @pytest.fixture
 def done(monkeypatch):
-    """What was done, in a process where nothing has begun; triton, forks and devices are left alone."""
+    """Log of warmup steps in a process without earlier ones; Triton, forks and devices are replaced."""
     done = []
     monkeypatch.setattr(warmup, "_unbegun", threading.Lock())
     monkeypatch.setattr(warmup, "_threads", [])
@@ -38,7 +38,7 @@ def query(is_cuda=True, dtype=torch.bfloat16):
     return SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="the device")
 
 
-def test_it_is_begun_once(done):
+def test_warmup_starts_once(done):
     for _ in range(3):
         warmup.begin(query(), "auto")
         warmup.finish()
@@ -47,7 +47,7 @@ def test_it_is_begun_once(done):
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
-def test_a_backend_that_needs_it_may_be_named(done, backend):
+def test_warmup_starts_for_a_named_gpu_backend(done, backend):
     warmup.begin(query(), backend)
     warmup.finish()
     assert len(done) == 4
@@ -58,12 +58,12 @@ def test_a_backend_that_needs_it_may_be_named(done, backend):
     [(query(is_cuda=False), "auto"), (query(dtype=torch.float64), "auto"), (query(), "reference"), (query(), "flex")],
     ids=["CPU", "float64", "reference", "flex"],
 )
-def test_a_call_that_needs_it_not_leaves_it(done, given, backend):
+def test_calls_without_triton_start_no_warmup(done, given, backend):
     warmup.begin(given, backend)
     assert not warmup._threads and not warmup._unbegun.locked() and not done
 
 
-def test_the_interpreter_of_triton_needs_it_not(done, monkeypatch):
+def test_interpreted_calls_start_no_warmup(done, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     warmup.begin(query(), "auto")
     assert not warmup._threads and not done
@@ -80,7 +80,7 @@ def test_cpu_calls_start_no_warmup(done, monkeypatch):
     assert not warmup._threads and not done
 
 
-def test_whoever_needs_it_waits_for_all_of_it(done, monkeypatch):
+def test_callers_wait_for_the_whole_warmup(done, monkeypatch):
     go, ended = threading.Event(), []
 
     def slow(device):
@@ -97,7 +97,7 @@ def test_whoever_needs_it_waits_for_all_of_it(done, monkeypatch):
     assert ended == [True, "waited"]
 
 
-def test_what_fails_is_silent(done, monkeypatch, capfd):
+def test_failed_warmup_is_silent(done, monkeypatch, capfd):
     def failing(device):
         raise RuntimeError("no compiler")
 
@@ -120,7 +120,7 @@ def test_no_thread_can_be_started(done, monkeypatch):
 
 
 class Source:
-    """Stands for what triton compiles: a kernel of two descriptors that takes long to trace, which only one may be."""
+    """Fake Triton source: a kernel with two descriptors that is slow to trace; only one may be traced at a time."""
 
     traced = threading.Lock()
 
@@ -135,7 +135,7 @@ class Source:
         return number
 
     def compiled(self, number):
-        """A function as triton gives it to be run on a thread."""
+        """Compile function in the form that Triton submits to a thread."""
         src = self
 
         def compile():
@@ -146,7 +146,7 @@ class Source:
 
 
 class Driver:
-    """Stands for triton's driver: a launcher is made of a source and what is known of its descriptors."""
+    """Fake Triton driver: builds a launcher from a source and the metadata of its descriptors."""
 
     made = ()
 

@@ -1,4 +1,4 @@
-"""The code of a few kernels is the recorded one: a change that was not meant shows, and one that was needs a GPU run."""
+"""A few kernels compile to the recorded code. An intended change needs a GPU run, and then a new record."""
 
 import json
 import shutil

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels.test_hopper_compile import SHARED_MEMORY, told_too_early
+from kernels.test_hopper_compile import SHARED_MEMORY, unordered_signals
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
@@ -75,14 +75,14 @@ def config_for(d, block):
 
 
 def assert_fits(compiled, log, spilled, programs=1):
-    assert not told_too_early(compiled.asm["ptx"])
+    assert not unordered_signals(compiled.asm["ptx"])
     assert "serialized" not in log, log
     assert int(re.search(r"Used (\d+) registers", log).group(1)) <= {1: 168, 2: 128}[programs]
     assert int(re.search(r"(\d+) bytes spill stores", log).group(1)) <= spilled, log
     assert compiled.metadata.shared <= SHARED_MEMORY[programs]
 
 
-# Out of registers go addresses of an item and, at width 64, weights under a mask: nothing of a step without one.
+# Spilled are addresses of an item and, at width 64, masked weights, but no value of a step without a mask.
 @pytest.mark.parametrize(
     ("d", "block", "dtype", "fused", "kind", "spilled"),
     [
@@ -138,7 +138,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
 
 
 def assert_adds_in_turns(ptx):
-    """Every addition to dQ lies between the barrier of its turn and the one of the count, which nothing else uses."""
+    """Every addition to dQ is between the barrier of its turn and the barrier of the count, which have no other use."""
     words = r"bar(?:rier)?\.\w+ (?:13|14|15)\b|add\.v4\.f32|ld\.acquire\.gpu|red\.release\.gpu"
     found = "".join(f"{word} " for word in re.findall(words, ptx))
     for turn in (13, 14):
@@ -198,7 +198,7 @@ def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled):
     constants |= {"BLOCK": hopper_gathered.BLOCK, **without(chosen_bwd_kernel, "plain")}
     compiled, log = assemble(chosen_bwd_kernel, descriptors, constants)
     assert_fits(compiled, log, spilled)
-    # Rows are read 16 bytes at a time and written as many.
+    # Rows are loaded and stored 16 bytes at a time.
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", ptx)) == 2 * config.tile * d // 8 // 128
     assert not re.findall(r"st\.global\.(?!v4)", ptx)
@@ -271,5 +271,5 @@ def test_work_records_are_the_plan(pattern, block, by_key, group):
         items = step.backward_items(group, by_key=by_key).items.tolist()
         rows = {(head, place) for head, place, *_ in items}
         assert len(rows) == len(items)
-        # Of a plain part every row is written, also those without a pair.
+        # A plain part writes every row, with or without a pair.
         assert step.strided or len(items) == (4 // group if by_key else 4) * 640 // step.item_rows

@@ -1,5 +1,7 @@
-"""The Hopper kernels compile for sm_90a without a GPU: within the registers and shared memory of a multiprocessor, and
-without spilling. What the host prepares for them is checked against the plan."""
+"""The Hopper kernels compile for sm_90a within the registers and shared memory of a multiprocessor, without spills.
+
+No GPU is needed. Work items are checked against the plan.
+"""
 
 import re
 from types import SimpleNamespace
@@ -62,8 +64,8 @@ def ways(listing):
     return blocks, after
 
 
-def told_too_early(listing):
-    """Signals by one thread with accesses to shared memory before them, on any way, that nothing holds others to."""
+def unordered_signals(listing):
+    """Signals by one thread after accesses to shared memory that, on some path, no barrier orders for other threads."""
     blocks, after = ways(listing)
     found, loose_at, waiting = {}, {0: False}, [0]
     while waiting:
@@ -86,9 +88,9 @@ def told_too_early(listing):
 def assert_fits(compiled, spilled, programs=1):
     from kernels.assembler import report
 
-    assert not told_too_early(compiled.asm["ptx"])
+    assert not unordered_signals(compiled.asm["ptx"])
     log = report(compiled)
-    # What is read back once a row costs nothing.
+    # A reload per row costs nothing.
     assert int(re.search(r"(\d+) bytes spill loads", log).group(1)) <= spilled, log
     assert "serialized" not in log, log
     assert int(re.search(r"Used (\d+) registers", log).group(1)) <= {1: 168, 2: 128}[programs]
@@ -107,17 +109,17 @@ def needs_gluon():
         pytest.skip(reason)
 
 
-def test_a_signal_before_what_it_tells_of_is_found():
+def test_unordered_signals_are_detected():
     written, signal = "st.shared.b32 [%r1], %r2;", "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 64;"
-    assert told_too_early(f"{written}\n{signal}") == [signal]
-    assert told_too_early(f"{written}\nbar.warp.sync -1;\n{signal}") == []
-    # In a loop what was accessed behind the signal is before the next one.
+    assert unordered_signals(f"{written}\n{signal}") == [signal]
+    assert unordered_signals(f"{written}\nbar.warp.sync -1;\n{signal}") == []
+    # In a loop an access after the signal precedes the next signal.
     begin, end = "bra.uni $L__BB0_1;\n$L__BB0_1:", "@%p2 bra $L__BB0_1;\nret;"
-    assert told_too_early(f"{begin}\n{signal}\n{written}\n{end}") == [signal]
-    assert told_too_early(f"{begin}\nbar.warp.sync -1;\n{signal}\n{written}\n{end}") == []
+    assert unordered_signals(f"{begin}\n{signal}\n{written}\n{end}") == [signal]
+    assert unordered_signals(f"{begin}\nbar.warp.sync -1;\n{signal}\n{written}\n{end}") == []
 
 
-# A strided part spills addresses once a row, and at width 128 what its loader remembers of an item.
+# A strided part spills addresses once per row, and at width 128 the producer spills values of an item.
 @pytest.mark.parametrize(
     ("d", "block", "dtype", "kind", "spilled"),
     [
@@ -172,7 +174,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants, **shared_registers(config.programs))
     assert_fits(compiled, spilled, config.programs)
-    # Rows of any width are stored 16 bytes at a time; the other stores are those of LSE and counter.
+    # Rows of any width are stored 16 bytes at a time; other stores write LSE and counters.
     assert bool(re.search(r"st\.global\.v4", compiled.asm["ptx"])) == strided
     assert not re.search(r"st\.global(\.v2)?\.b16|st\.global\.v2", compiled.asm["ptx"])
     if triton_abi.entry_class() is triton_abi.SignatureEntry:
@@ -180,7 +182,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
 
 
 def assert_launcher_is_known_ahead(compiled, monkeypatch):
-    """What is made beside the compiler is what triton then asks for."""
+    """The launcher source prepared during compilation equals the one that Triton requests afterwards."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
@@ -301,7 +303,7 @@ def test_rows_of_swizzled_tiles_are_contiguous(rows, d, rank):
         assert place[-2] == line % rows and place[-1] // 64 == line // rows
 
 
-def test_only_gpus_are_served():
+def test_only_gpus_are_supported():
     plan = make_plan(parse("causal"), 256, 2, block_size=128)
     query, key, value = (torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3))
     assert hopper_backend.why_not(AttentionCall(query, key, value, plan, 0.125)) == "needs a CUDA tensor, got cpu"
@@ -319,14 +321,14 @@ def test_only_gpus_are_served():
         (64, 136, 0.1, "needs query and value widths that are multiples of 8 up to 128, got 64 and 136"),
     ],
 )
-def test_widths_that_tiles_hold_are_served(d, e, scale, reason, monkeypatch):
+def test_supported_widths_and_scales_are_stated(d, e, scale, reason, monkeypatch):
     monkeypatch.setattr(hopper_backend, "device_problem", lambda device: None)
     plan = make_plan(parse("causal"), 256, 2, block_size=128)
     query, key, value = (torch.zeros(1, 2, 256, width, dtype=torch.bfloat16) for width in (d, d, e))
     assert hopper_backend.why_not(AttentionCall(query, key, value, plan, scale)) == reason
 
 
-def test_a_head_that_reads_from_further_on_is_not_regular():
+def test_axis_with_an_offset_of_a_head_is_not_regular():
     start = torch.arange(2) * 128
     shifted, plain = (
         Axis(1, torch.tensor([0, offset], dtype=torch.int32), start.clone(), torch.full_like(start, 384))
@@ -341,14 +343,14 @@ def test_heavy_items_start_first_and_neighbours_together():
     work = torch.arange(1, 9).repeat(500)
     started = balanced(items, work)[:, 0]
     assert torch.equal(started.sort().values, items[:, 0].int())
-    # As many as have the work of a group, and no item leaves its own.
+    # Number of items with the work of a group; no item leaves its group.
     size = GROUP * 8 * len(work) // int(work.sum())
     assert int((started - items[:, 0]).abs().max()) <= size
     last = work[started[-size // 2 :]]
     assert int(work[started[-size:]].max()) == 8 and int(last.max()) <= 5 and int(last[-1]) == 1
 
 
-def test_items_as_heavy_as_each_other_stay_where_they_are():
+def test_equally_heavy_items_keep_their_order():
     work = torch.full((4000,), 4)
     items = torch.arange(len(work))[:, None]
     assert torch.equal(balanced(items, work), items.int())

@@ -1,4 +1,4 @@
-"""Launches that go past triton's argument inspection pass what its public way does, on the tensors of each call."""
+"""Direct launches pass the arguments that Triton's public launch passes, for the tensors of each call."""
 
 import threading
 from dataclasses import replace
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.selection.kernels.lowering import Listed, ListedA
 
 
 class Entry:
-    """Stands for a compiled entry: remembers what it is launched with."""
+    """Fake compiled entry that records the arguments of its launches."""
 
     has_hooks = False
 
@@ -45,7 +45,7 @@ class Entry:
 
 
 class Kernel:
-    """Stands for a kernel of triton, compiled or not: remembers what it is launched with the public way."""
+    """Fake Triton kernel, compiled or not, that records the arguments of public launches."""
 
     arg_names = ()
 
@@ -79,7 +79,7 @@ class Kernel:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """What is launched the public way, and what past it, with a CUDA device made of air."""
+    """Public and direct launches, recorded on a fake CUDA device."""
     reason = hopper_backend.gluon_missing()
     if reason is not None:
         pytest.skip(reason)
@@ -108,7 +108,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(hopper_launch, "entry_of", lambda compiled: Entry(compiled.name, direct))
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)
-    # Nobody reads the lists of learned plans, so that they need not be written.
+    # No kernel reads the lists of learned plans here, so that they are not written.
     monkeypatch.setattr(hopper_launch.Launch, "__call__", lambda *arguments: None)
     monkeypatch.setattr(hopper_backend, "why_not", lambda call: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -125,7 +125,7 @@ def problem(pattern, n=300):
 
 
 class Arena:
-    """Gives every call the same memory for what it makes on the way, so that addresses of two calls agree."""
+    """Allocator that returns the same memory in every call, so that addresses of two calls agree."""
 
     def __init__(self, monkeypatch):
         self.made, self.count = [], 0
@@ -146,7 +146,7 @@ PATTERNS = [("window:100", 1), ("dilated:100x1,300x4", 2)]
 
 
 @pytest.mark.parametrize(("pattern", "parts"), PATTERNS)
-def test_later_forward_launches_pass_what_the_first_did(pattern, parts, recorded, monkeypatch):
+def test_repeated_forward_launches_pass_equal_arguments(pattern, parts, recorded, monkeypatch):
     public, direct = recorded
     call = problem(pattern)
     runner = hopper_backend.prepare(call)
@@ -160,11 +160,11 @@ def test_later_forward_launches_pass_what_the_first_did(pattern, parts, recorded
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("pattern", "parts"), PATTERNS)
-def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, recorded, monkeypatch):
+def test_repeated_backward_launches_pass_equal_arguments(pattern, parts, fused, recorded, monkeypatch):
     public, direct = recorded
     call = problem(pattern)
     output, grad_output, lse = torch.zeros_like(call.query), torch.zeros_like(call.query), torch.zeros(2, 4, 300)
-    # Built before memory is shared out, so that what is asked for then is the same in both calls.
+    # Built before the allocator is replaced, so that both calls make the same allocations.
     tensors = call.query, call.key, call.value, output, grad_output, lse, lse
     config = hopper_gradients.BACKWARD_CONFIGS[64]
     launch = hopper_gradients.BackwardLaunch(call, tensors, False, config, fused)
@@ -179,18 +179,18 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
 @pytest.mark.parametrize("fused", [True, False])
 def test_unwritten_gradient_rows_start_at_zero(fused, recorded):
     plan = make_plan(parse("dilated:256x1,1024x4 & causal"), 1024, 4, block_size=128)
-    # Of a rank: the rows of each part follow one another, and those of the first are not all.
+    # Buffer of a rank: the rows of each part are adjacent, and the first part does not have all rows.
     plan = buffer_plan(plan, 2, Pairs(SequenceLayout.contiguous(1024, 4).token_runs(1))).plan
     query = torch.zeros(1, 4, plan.n, 64, dtype=torch.bfloat16)
     key, lse = torch.zeros(1, 2, plan.n, 64, dtype=torch.bfloat16), torch.zeros(1, 4, plan.n)
     call = AttentionCall(query, key, key, plan, 0.125)
     tensors = query, key, key, query, query, lse, lse
     launch = hopper_gradients.BackwardLaunch(call, tensors, False, hopper_gradients.BACKWARD_CONFIGS[64], fused)
-    # No kernel runs here, and memory comes filled with what is not a number.
+    # No kernel runs here, and allocated memory is filled with NaN.
     assert all(bool((gradient == 0).all()) for gradient in launch(*tensors))
 
 
-def test_launches_that_overlap_count_apart(recorded, monkeypatch):
+def test_overlapping_launches_have_separate_counters(recorded, monkeypatch):
     overlapped = []
     monkeypatch.setattr(Entry, "__call__", lambda self, grid, stream, arguments, overlaps: overlapped.append(overlaps))
     call = problem("dilated:128x1,300x4,200x2")
@@ -212,13 +212,13 @@ def test_launches_that_overlap_count_apart(recorded, monkeypatch):
     for fused in (False, True):
         backward = hopper_gradients.BackwardLaunch(call, tensors, False, config, fused)
         overlap, counted = told(backward, hopper_gradients.SPACE, *tensors)
-        # What prepares them, and the first that it prepares, wait; so do those that make dQ of sums.
+        # The preparing launch and the first one after it wait, and so do the launches that compute dQ from sums.
         kernels = 3 if fused else 6
         assert overlap == [False, False] + [True] * (kernels - 1) + [False] * (3 * fused)
         assert len(set(counted[1 : 1 + kernels])) == kernels
 
 
-def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
+def test_launches_overlap_only_launches_that_wait(recorded, monkeypatch):
     overlapped = []
     monkeypatch.setattr(Entry, "__call__", lambda self, grid, stream, arguments, overlaps: overlapped.append(overlaps))
     kernel = Kernel("", [])
@@ -226,7 +226,7 @@ def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
     def launch(number, grid, overlaps):
         return hopper_launch.LaunchStep(kernel, grid, (number,), (torch.zeros(1),), overlaps=overlaps)
 
-    # One without items is not launched; what comes after it has another before it.
+    # A launch without items is skipped; the next one follows the launch before it.
     each = (0, True), (1, False), (0, True), (1, True), (0, False), (1, True), (1, False), (1, True)
     launches = hopper_launch.Launches(torch.device("cpu"), [launch(i, *one) for i, one in enumerate(each)])
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_a_thread_without_a_context_binds_again(monkeypatch):
         ("window:100", False, False, [False] * 3),
     ],
 )
-def test_the_last_part_of_dq_by_rows_joins_what_the_others_added(pattern, fused, joins, cleared, recorded, monkeypatch):
+def test_last_part_of_dq_by_rows_adds_the_other_parts(pattern, fused, joins, cleared, recorded, monkeypatch):
     public, _ = recorded
     call = problem(pattern)
     lse = torch.zeros(2, 4, 300)
@@ -312,7 +312,7 @@ def test_pieces_of_long_rows_are_launched_and_joined(fused, recorded, monkeypatc
     names += ["finish_dq"] if fused else ["dq_bwd", "dq_bwd", "sum_pieces_bwd"]
     assert [name.removeprefix("attention_").removesuffix("_kernel") for name, *_ in public] == names
     assert direct == public
-    # What joins the pieces is given the gradient, and the pieces that a launch before it wrote.
+    # The launch that sums pieces receives the gradient, and the pieces that an earlier launch wrote.
     sums = [arguments for name, _, *arguments in public if name == "sum_pieces_bwd_kernel"]
     assert [to for to, *_ in sums] == [one.data_ptr() for one in (*gradients[1:], *gradients[: not fused])]
     written = {address for name, _, *arguments in public if "dkv" in name or "dq_bwd" in name for address in arguments}
@@ -357,7 +357,7 @@ def test_launches_follow_the_padding_of_each_call(pattern, fused, recorded, monk
         assert mask is None or all(found[0] is mask for found in read)
 
 
-def test_a_watched_launch_takes_the_public_way(recorded, monkeypatch):
+def test_launch_with_hooks_is_public(recorded, monkeypatch):
     public, direct = recorded
     call = problem("window:100")
     runner = hopper_backend.prepare(call)
@@ -367,7 +367,7 @@ def test_a_watched_launch_takes_the_public_way(recorded, monkeypatch):
     assert (len(public), len(direct)) == (2, 0)
 
 
-def test_argument_lists_are_kept_for_so_many_addresses_only(recorded, monkeypatch):
+def test_cache_of_argument_lists_is_bounded(recorded, monkeypatch):
     monkeypatch.setattr(hopper_launch, "CACHED_ADDRESSES", 4)
     call = problem("window:100")
     launch = hopper_backend.ForwardLaunch(call, hopper_backend.FORWARD_CONFIGS[64])
@@ -377,7 +377,7 @@ def test_argument_lists_are_kept_for_so_many_addresses_only(recorded, monkeypatc
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_prepared_backward_launches_what_the_backend_does(fused, recorded, monkeypatch):
+def test_prepared_backward_launches_equal_the_backend(fused, recorded, monkeypatch):
     public, direct = recorded
     call = problem("dilated:100x1,300x4")
     runner = hopper_backend.prepare(call)
@@ -461,7 +461,7 @@ def test_saved_tensors_that_tma_cannot_read_are_copied(recorded):
             assert launched and getattr(other, name).data_ptr() not in launched
 
 
-def test_a_gradient_that_begins_where_tma_cannot_is_copied(recorded):
+def test_gradient_misaligned_for_tma_is_copied(recorded):
     public, _ = recorded
     call = problem("window:100")
     output, lse = torch.zeros_like(call.query), torch.zeros(2, 4, 300)
@@ -498,7 +498,7 @@ def test_kernels_compile_together_before_the_first_launch(fused, recorded, monke
     assert len(hopper_prepare.finish_dq_kernel.compiled_ahead) == (2 if fused else 0)
     for kernel in (*kernels, hopper_prepare.prepare_bwd_kernel, hopper_prepare.finish_dq_kernel):
         assert all(launched == before for launched, _ in kernel.compiled_ahead)
-        # What launches a kernel takes a compiler too, which runs beside the others.
+        # The launcher of a kernel is compiled, too, in parallel with the kernels.
         assert kernel.made_ready == [(before, False)] * (len(kernel.compiled_ahead) > 0)
 
 
@@ -519,7 +519,7 @@ def test_kernels_compile_together_if_the_first_is_cached(recorded, monkeypatch):
         assert [launched for launched, _ in kernel.compiled_ahead] == [before] * count
 
 
-def test_one_kernel_too_is_compiled_beside_what_launches_it(recorded):
+def test_single_kernel_compiles_beside_its_launcher(recorded):
     from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
 
     call = problem("window:100")
@@ -529,7 +529,7 @@ def test_one_kernel_too_is_compiled_beside_what_launches_it(recorded):
     assert kernel.made_ready == [(0, False)]
 
 
-def test_compilers_wait_for_what_the_first_call_began(recorded, monkeypatch):
+def test_compilers_wait_for_the_warmup(recorded, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
     from dilated_attention_pytorch.kernels.launch import warmup
 
@@ -560,7 +560,7 @@ class Learned:
         hopper_backend.backward(self.backward, output, lse, output, None)
 
     def lists(self, fused):
-        """What its kernels read."""
+        """Tables that its kernels read."""
         return *lower(self.forward.plan)[0].by_query[:-1], *hopper_gradients.lists_of(self.backward, fused)
 
 
@@ -602,7 +602,7 @@ def test_learned_plans_of_other_shapes_have_own_launches(other, recorded):
         direct.clear()
         each.run()
         launched.append([*public, *direct])
-    # Nothing lies at so low an address.
+    # Addresses are larger.
     numbers = [
         [[word for word in launch if isinstance(word, int) and word < 2**20] for launch in each] for each in launched
     ]
@@ -645,7 +645,7 @@ def tensors(n=512):
 QUERY_SIDE, KEY_SIDE = ["query_lists_kernel"], ["mark_kernel", "key_lists_kernel", "held_items_kernel"]
 
 
-def test_lists_of_a_selection_are_laid_out_once(recorded, laid_out, monkeypatch):
+def test_lists_of_a_selection_are_written_once(recorded, laid_out, monkeypatch):
     public, direct = recorded
     selection, x, choices = made_selection(False), tensors(), CallChoices()
 
@@ -668,7 +668,7 @@ def test_lists_of_a_selection_are_laid_out_once(recorded, laid_out, monkeypatch)
             assert not laid
             launches.append(launched)
     assert launches[0] == launches[1] and len(launches[0]) == len(public)
-    # The lists of the first call are those of the others.
+    # Later calls use the lists of the first call.
     passed = [{one for launch in each for one in launch if isinstance(one, int)} for each in (public, launches[0])]
     (listed,) = (value for _, value in selection.memo._values.values())
     for plan in (listed.plan, listed.whole_plan):
@@ -678,7 +678,7 @@ def test_lists_of_a_selection_are_laid_out_once(recorded, laid_out, monkeypatch)
         assert step()[1] == QUERY_SIDE + KEY_SIDE
 
 
-def test_items_of_another_group_of_heads_are_laid_out_again(recorded, laid_out):
+def test_items_of_another_group_of_heads_are_written_again(recorded, laid_out):
     selection = made_selection(False)
 
     def step(key_heads):
@@ -692,12 +692,12 @@ def test_items_of_another_group_of_heads_are_laid_out_again(recorded, laid_out):
         return made
 
     items = KEY_SIDE[-1:]
-    # They overwrite those of the group before.
+    # Items of another group overwrite the earlier ones.
     made = [step(key_heads) for key_heads in (2, 2, 4, 4, 2, 2)]
     assert made == [QUERY_SIDE + KEY_SIDE, [], items, [], items, []]
 
 
-def test_captured_passes_lay_lists_out_for_themselves(recorded, laid_out, monkeypatch):
+def test_captured_passes_write_their_own_lists(recorded, laid_out, monkeypatch):
     selection, x, choices = made_selection(False), tensors(), CallChoices()
 
     def attend():
@@ -722,7 +722,7 @@ def test_captured_passes_lay_lists_out_for_themselves(recorded, laid_out, monkey
     third.forward(*x)
     assert not laid_out
     third.backward(*x, output, lse, output, None)
-    # What the captured pass made is in the memory of its graph.
+    # Lists of the captured pass are in the memory of its graph, so that they are written again.
     assert laid_out == KEY_SIDE
 
 

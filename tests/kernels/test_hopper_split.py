@@ -148,7 +148,7 @@ def test_joined_pieces_match_the_oracle(found, name):
 
 
 def entries(work, kinds, group, *, pieces=False):
-    """How often each entry of the lists is met by each tile of each holder."""
+    """Number of times that each tile of each holder reads each entry of the lists."""
     met = Counter()
     for record in work.items.tolist():
         holder, tile = record[:2]
@@ -179,7 +179,7 @@ GLOBAL = "global:200;queries=1 | window:60"
         (f"({GLOBAL}) & causal", "dkv"),
     ],
 )
-def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, monkeypatch):
+def test_whole_rows_and_pieces_read_every_entry_once(pattern, direction, monkeypatch):
     monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
     monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 1)
     n, heads, programs = 2800, 4, 40
@@ -195,7 +195,7 @@ def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, mo
     assert not {key[:2] for key in whole} & {key[:2] for key in pieces}
     records = cut.pieces.items.tolist()
     assert len(records) <= programs
-    # What joins them finds the pieces of a tile in the order of its slots, and no others.
+    # The launch that sums the pieces of a tile reads exactly its slots, in order.
     slots = {(holder, tile): [] for holder, tile, *_ in records}
     for holder, tile, *_, slot in sorted(records, key=lambda record: record[-1]):
         slots[holder, tile].append(slot)
@@ -222,7 +222,7 @@ def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, mo
     ],
     ids=["windows", "one row", "pieces fill one round", "few rows", "too many rows", "one among long ones"],
 )
-def test_rows_are_cut_where_that_ends_sooner(lengths, expected):
+def test_rows_are_split_if_that_is_faster(lengths, expected):
     assert lengths_of_pieces(torch.tensor(lengths), 132, 1000, 16) == expected
 
 
@@ -233,7 +233,7 @@ def test_split_rows_take_at_most_an_eighth_of_the_output(n, heads, batch):
     assert cut is not None and cut.slots * cut.block <= n / 8
 
 
-def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
+def test_host_does_not_read_lists_of_a_learned_plan(monkeypatch):
     (step,) = lower(make_plan(parse("global:128;queries=1 | window:60"), 1400, 4, block_size=128))
     monkeypatch.setattr(step, "launches", {})
     monkeypatch.setattr(hopper_split, "lengths_of_pieces", pytest.fail)
@@ -249,7 +249,7 @@ def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
         ("window:900", 128),
     ],
 )
-def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, block, batch, monkeypatch):
+def test_workspace_covers_pieces_of_rows(pattern, block, batch, monkeypatch):
     monkeypatch.setattr(hopper_backend, "processors", lambda device: 132)
     n, heads, key_heads, d = 16384, 4, 2, 128 if block == 64 else 64
     plan = make_plan(parse(pattern), n, heads, block_size=block)
@@ -285,7 +285,7 @@ HOST, AWAY = torch.device("cpu"), torch.device("ipu", 0)
 
 
 class Far(torch.Tensor):
-    """A tensor on a device that computes nothing: all that can be done with it is to copy it to the host."""
+    """A tensor on a fake device, whose only operation is a copy to the host."""
 
     @staticmethod
     def __new__(cls, near):
@@ -311,7 +311,7 @@ class CopiesToFar(TorchDispatchMode):
 
 
 def lists_of(plan, group):
-    """All lists that the kernels read, in parts of one step also those of long rows."""
+    """All lists that the kernels read, with those of long rows if a plan has one part."""
     steps = lower(plan)
     for step in steps:
         by_query, by_key, by_row = step.by_query, *(step.backward_items(group, by_key=one) for one in (True, False))

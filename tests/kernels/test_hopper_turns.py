@@ -110,12 +110,12 @@ def test_heads_with_equal_lists_share_their_entries():
     assert torch.equal(lists[0].partial, lists[1].partial) and len(lists[1].items) == 8 * len(lists[0].items)
 
 
-def test_items_of_a_window_meet_tiles_one_after_another():
+def test_items_of_a_window_reach_tiles_in_sequence():
     plan = make_plan(parse("window:1000"), 16384, 1)
     _, (ordered,) = launches_of(lower(plan)[0], plan, 1)
     position, last = Counter(), {}
     for number, record, (_, tile, *_) in entries_of(ordered, 1):
-        # If all start together, the item before has met the tile a step earlier; at the end lists are shorter.
+        # If all items start together, the preceding item reached the tile a step earlier; the last lists are shorter.
         assert tile not in last or record[1] > 119 or last[tile] < position[number]
         last[tile] = position[number]
         position[number] += 1
@@ -186,7 +186,7 @@ def test_sums_in_turns_match_oracle_and_any_schedule(found):
     for name, line in trials.items():
         assert max(line["errors"]) <= 2e-6, name
         assert line["in turns"] is None, name
-        # Without turns some schedule gives other bits.
+        # Without turns the bits of some schedule differ.
         assert line["any order"] is not None, name
 
 

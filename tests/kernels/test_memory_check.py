@@ -1,4 +1,4 @@
-"""Accesses outside of memory in Triton's interpreter: planted ones are found, and long sequences have none."""
+"""Out-of-bounds accesses in Triton's interpreter: planted ones are detected, and long sequences have none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def interpreted(program: str) -> dict[str, dict[str, str]]:
 
 
 def check_found(lines: dict[str, dict[str, str]]) -> None:
-    """Every fault is found, with the place where it is."""
+    """Assert that every fault is reported with its program and source line."""
     for fault, line in lines.items():
         assert line["where"] in line["found"], fault
         assert "program (" in line["found"] and ".py:" in line["found"], fault

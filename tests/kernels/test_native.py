@@ -87,7 +87,7 @@ def test_bias_gradients_repeat_on_any_number_of_threads(threads, count, key_head
 
 
 @built
-def test_extra_threads_beyond_the_memory_they_may_take_stay_idle(threads, monkeypatch):
+def test_threads_beyond_the_memory_limit_stay_idle(threads, monkeypatch):
     threads(4)
     monkeypatch.setattr(native, "SPLIT_BUDGET", 0)
     found, wanted = run(replace(PROBLEM, key_heads=1, batch=1, padded=()))
@@ -114,7 +114,7 @@ def test_half_precision_head_by_head_equals_all_at_once(monkeypatch, dtype):
 
 @built
 @pytest.mark.parametrize("n", [128, 640])
-def test_single_precision_stays_within_two_millionths_of_float64(n):
+def test_single_precision_error_is_at_most_two_millionths(n):
     problem = Problem(name="", text="full", n=n, heads=2, d=64, e=64, block_size=128)
     inputs = problem.inputs(torch.float32)
     plan = make_plan(problem.pattern, n, 2, block_size=128)
@@ -188,7 +188,7 @@ def test_tiles_at_one_address_with_other_rates_are_copied_apart():
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e18])
 @pytest.mark.parametrize("text", ["full", "causal", "dilated:32x1,64x2;overlap=union"])
 def test_value_gradients_are_exact_at_large_logits(text, size):
-    """Scores of a row lie far apart, so that one key has all the weight."""
+    """Scores of a row differ so much that one key has all the weight."""
     n = 64
     query, key = 1 + torch.rand(1, 1, n, 1), torch.randperm(n).view(1, 1, n, 1) + 0.3 * torch.rand(1, 1, n, 1)
     value, grad = torch.randn(2, 1, 1, n, 8).unbind()
@@ -301,7 +301,7 @@ def test_rows_rank_alike_in_torch(granularity, is_causal, explore, monkeypatch):
     assert torch.equal(lists[0].indices, lists[1].indices) and torch.equal(lists[0].counts, lists[1].counts)
 
 
-def test_a_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
+def test_missing_library_reason_names_the_build_command(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "none.so")
     problem = BY_NAME["causal"]
     inputs = problem.inputs()
@@ -311,7 +311,7 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
     assert "run `python -m dilated_attention_pytorch.kernels.cpu.native` (needs g++)" in reason
 
 
-def test_a_broken_library_says_so(monkeypatch, tmp_path):
+def test_broken_library_is_reported(monkeypatch, tmp_path):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(native, "library_path", lambda: broken)
@@ -388,7 +388,7 @@ def test_a_build_is_private_whatever_the_umask(monkeypatch, tmp_path):
         assert native.build() == 0
         target.chmod(0o666)
         target.parent.chmod(0o777)
-        # Others could have written this one: it is built again, in a folder that is closed to them.
+        # A library that other users can write is rebuilt, in a folder that they cannot write.
         assert native.build() == 0
     finally:
         os.umask(before)
@@ -429,7 +429,7 @@ def test_building_without_a_compiler_names_what_is_missing(monkeypatch, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_compilation_shows_the_error_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+def test_failed_compilation_is_reported_and_leaves_no_file(monkeypatch, tmp_path, capsys):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'error: cannot compile' >&2\nexit 3\n")
     compiler.chmod(0o755)
@@ -484,7 +484,7 @@ def first_calls(tmp_path):
 
 
 @built
-def test_the_first_call_builds_and_says_so_in_one_line(first_calls, tmp_path):
+def test_first_call_builds_and_prints_one_line(first_calls, tmp_path):
     backend, lines = first_calls()
     assert backend == "native" and len(lines) == 1
     assert lines[0].startswith(f"building the C++ kernel for this processor with {tmp_path / 'compiler'}, once;")
@@ -499,7 +499,7 @@ def test_nothing_is_built_where_building_is_off(first_calls, tmp_path, environme
 
 
 @built
-def test_the_slow_path_names_what_is_missing_once(first_calls, tmp_path):
+def test_slow_path_names_the_missing_tool_once(first_calls, tmp_path):
     backend, lines = first_calls(CXX="no-such-compiler")
     assert backend == "cpu" and len(lines) == 1
     assert lines[0].startswith("attention on the CPU runs on torch operations, several times slower")
@@ -513,7 +513,7 @@ def test_the_slow_path_names_what_is_missing_once(first_calls, tmp_path):
 
 @built
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_platforms_compute_with_torch_and_say_so_once(first_calls, tmp_path, platform):
+def test_other_platforms_use_torch_and_print_one_line(first_calls, tmp_path, platform):
     backend, lines = first_calls(TEST_PLATFORM=platform)
     assert backend == "cpu" and len(lines) == 1 and f"it runs on Linux, got {platform}" in lines[0]
     assert not (tmp_path / "cache").exists()

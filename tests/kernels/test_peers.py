@@ -1,4 +1,4 @@
-"""Other projects' kernels as backends: that they are given the plan's own pairs, and what they refuse."""
+"""Kernels of other projects as backends: they receive exactly the pairs of the plan, and state unsupported calls."""
 
 import sys
 from dataclasses import replace
@@ -50,7 +50,7 @@ def dense_of(counts, indices, columns):
 
 
 def blocks_in(dense, block):
-    """Whole and partial blocks of a dense plan [H, n, n], each bool [H, tiles, tiles]; what lies past the end counts."""
+    """Whole and partial blocks of a dense plan [H, n, n], bool [H, tiles, tiles]; blocks past the end are partial."""
     heads, n, _ = dense.shape
     tiles = -(-n // block)
     room = torch.full((heads, tiles * block, tiles * block), -1, dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_lists_hold_the_plan_s_blocks_by_query_and_by_key(problem):
         assert torch.equal(dense_of(*got, tiles).expand_as(want), want)
 
 
-def test_lists_are_ascending_and_as_wide_as_asked():
+def test_lists_are_ascending_with_the_requested_width():
     row, column = torch.tensor([2, 0, 2, 2]), torch.tensor([5, 1, 0, 3])
     counts, indices = lists_of_pairs(row, column, rows=4)
     assert counts.tolist() == [1, 0, 3, 0]
@@ -94,7 +94,7 @@ def test_lists_are_ascending_and_as_wide_as_asked():
         ("window:20 | global:5", None),
     ],
 )
-def test_partial_blocks_are_known_as_one_band_where_they_are(text, band):
+def test_partial_blocks_of_one_band_are_recognized(text, band):
     problem = Problem(name="", text=text, n=200, block_size=16)
     assert tables_of(plan_of(problem)).band == band
 
@@ -128,7 +128,7 @@ def test_flex_on_the_cpu_gives_the_dense_output_and_lse(problem, dtype):
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["window-causal", "random-per-head-causal", "gqa", "global-window"])
 def test_flex_gives_the_dense_gradients(name, monkeypatch):
-    # Torch refuses gradients on the CPU by a check alone: the formulas behind it are those of a GPU.
+    # Torch rejects gradients on the CPU by a check only; the formulas are the same as on a GPU.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     problem = BY_NAME[name]
     call, inputs = call_of(problem, scale=-0.3)
@@ -161,7 +161,7 @@ def test_flex_gives_the_dense_gradients_with_a_sink(monkeypatch):
         ({"query": torch.empty(1, 2, 67, 16, device="meta")}, "needs a CUDA or CPU tensor, got meta"),
     ],
 )
-def test_flex_refuses_what_it_lacks(changes, reason):
+def test_flex_states_unsupported_calls(changes, reason):
     call, _ = call_of(BY_NAME["causal"])
     assert flex.why_not(replace(call, **changes)) == reason
 
@@ -185,7 +185,7 @@ class Sparse(SimpleNamespace):
 
 
 def pairs(sparse, mask_mod, heads, n, transposed):
-    """Which pairs those lists and that rule allow, bool [H, n, n]."""
+    """Pairs allowed by block lists and a `mask_mod`, bool [H, n, n]."""
     block = sparse.block_size[0]
     tiles = -(-n // block)
     partial, whole = (dense_of(*sparse.lists[i : i + 2], tiles).expand(heads, -1, -1) for i in (0, 2))
@@ -208,7 +208,7 @@ def dense_forward(q, k, v, allowed, scale):
 
 @pytest.fixture
 def flash_attention_4(monkeypatch):
-    """The calls of FlashAttention-4 that the backend makes, computed densely from what they are given.
+    """Calls of FlashAttention-4 by the backend, computed densely from their arguments.
 
     As the kernels do, the backward pass computes weights from the LSE and delta from the output.
     """
@@ -254,7 +254,7 @@ def flash_attention_4(monkeypatch):
     "text",
     ["full", "causal", "window:150", "window:40 & causal", "random:0.5;block=128;per_head=1", "window:300 & causal"],
 )
-def test_flash_attention_4_is_given_the_plan_s_pairs(flash_attention_4, text, tokens_first):
+def test_flash_attention_4_receives_the_pairs_of_the_plan(flash_attention_4, text, tokens_first):
     problem = Problem(name="", text=text, n=512, heads=4, key_heads=2, d=8, e=8, block_size=128)
     call, inputs = call_of(problem)
     if tokens_first:
@@ -263,12 +263,12 @@ def test_flash_attention_4_is_given_the_plan_s_pairs(flash_attention_4, text, to
     output, lse = flash4.forward(call)
     found = output, lse, *flash4.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
     for name, got, want in zip(NAMES, found, wanted_of(problem, inputs, call.scale), strict=True):
-        # LSE is float32 here, as the real kernels give it, and gradients follow from it.
+        # LSE is float32, as in the real kernels, which limits the precision of gradients.
         assert error(got, want) <= (1e-12 if name == "output" else 1e-6), name
     assert (output.stride(1) < output.stride(2)) is tokens_first
 
 
-def test_flash_attention_4_is_given_a_sink(flash_attention_4):
+def test_flash_attention_4_receives_the_sink(flash_attention_4):
     sink = torch.tensor([0.5, -1.0, 2.0, torch.inf], dtype=torch.float64)
     problem = Problem(name="", text="window:40 & causal", n=512, heads=4, key_heads=2, d=8, e=8, block_size=128)
     call, inputs = call_of(problem, sink=sink)
@@ -283,7 +283,7 @@ def test_flash_attention_4_is_given_a_sink(flash_attention_4):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Let CPU tensors pass for those of a Hopper GPU with FlashAttention-4 installed."""
+    """Make CPU tensors appear as tensors of a Hopper GPU with FlashAttention-4 installed."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(flash4, "installed", lambda: True)
@@ -316,7 +316,7 @@ HALF = Problem(name="", text="causal", n=512, heads=2, d=64, e=64, block_size=12
         ),
     ],
 )
-def test_flash_attention_4_refuses_what_it_lacks(problem, changes, reason):
+def test_flash_attention_4_states_unsupported_calls(problem, changes, reason):
     call, _ = call_of(problem, torch.bfloat16, **changes)
     assert flash4.why_not(call) == reason
 

@@ -1,4 +1,4 @@
-"""Dropout follows the tokens that rows stand for: rows in another order drop the same weights."""
+"""Dropout depends on the tokens of rows: rows in another order drop the same weights."""
 
 from __future__ import annotations
 

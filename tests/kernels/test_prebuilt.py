@@ -1,4 +1,4 @@
-"""The library that wheels hold: built for each level, equal to the reference, and refused where others can write."""
+"""The native library of wheels: built per processor level, equal to the reference, rejected if others can write it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Entry:
 
 
 class Kernel:
-    """Stands for a kernel of three arguments and a constant; what the public way is given is noted."""
+    """Fake kernel with three arguments and a constant, which records the arguments of public launches."""
 
     arg_names = ("p_x", "many", "scale", "SIZE")
 
@@ -52,7 +52,7 @@ class Kernel:
 
 
 class Parameter(NamedTuple):
-    """Stands for what a kernel knows of an argument."""
+    """Fake parameter of a kernel."""
 
     do_not_specialize: bool
 
@@ -66,7 +66,7 @@ def kernel(monkeypatch):
     return kernel
 
 
-def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
+def test_repeated_launch_is_direct(kernel):
     x, y = torch.zeros(64), torch.ones(64)
     launch(kernel, (3, 2), x, 5, 0.5, SIZE=16)
     assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
@@ -94,7 +94,7 @@ def test_compilation_waits_for_the_warmup(kernel, monkeypatch):
     ],
     ids=["alignment", "dtype", "a whole number", "a whole number for another", "a constant"],
 )
-def test_what_a_kernel_may_be_compiled_for_is_told_apart(kernel, other):
+def test_specialized_properties_have_separate_launches(kernel, other):
     given = {"x": torch.zeros(64), "many": 5, "scale": 1.0, "size": 16}
     for each in (given, given | other):
         launch(kernel, (1,), each["x"], each["many"], each["scale"], SIZE=each["size"])
@@ -112,7 +112,7 @@ def test_unspecialized_numbers_share_a_launch_by_type(kernel):
     assert len(kernel.public) == 3
 
 
-def test_whoever_watches_launches_sees_them(kernel, monkeypatch):
+def test_hooks_see_every_launch(kernel, monkeypatch):
     x = torch.zeros(64)
     launch(kernel, (1,), x, 5, 0.5, SIZE=16)
     monkeypatch.setattr(Entry, "has_hooks", True)
@@ -173,7 +173,7 @@ def test_direct_launches_pass_their_own_softcap(kernel, monkeypatch, name):
     assert (len(kernel.public), len(kernel.quick)) == (2, 3)
 
 
-def test_only_so_many_are_kept(kernel, monkeypatch):
+def test_launch_cache_is_bounded(kernel, monkeypatch):
     monkeypatch.setattr(quick_launch, "CACHE_SIZE", 2)
     for many in (1, 2, 3, 3):
         launch(kernel, (1,), torch.zeros(64), many, 0.5, SIZE=16)
@@ -208,12 +208,12 @@ def test_an_unsupported_release_of_triton_launches_publicly(kernel, monkeypatch)
 
 @pytest.fixture
 def prepared(kernel):
-    """A launch whose second argument changes, on the kernel that notes what it is given."""
+    """A launch of the recording kernel with a varying second argument."""
     kernel.params = [Parameter(False), Parameter(True), Parameter(False), Parameter(False)]
     return Launch(kernel, torch.device("cpu"), 0.5, SIZE=16)
 
 
-def test_a_prepared_launch_takes_addresses_and_what_changes(kernel, prepared):
+def test_prepared_launch_passes_addresses_and_varying_integers(kernel, prepared):
     x, y = torch.zeros(64), torch.ones(64)
     prepared((3, 1, 1), [x], 5)
     assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
@@ -229,7 +229,7 @@ def test_prepared_launch_depends_on_specialization(kernel, prepared, other):
     assert len(kernel.public) == 2 and not kernel.quick
 
 
-def test_whoever_watches_prepared_launches_sees_them(kernel, prepared, monkeypatch):
+def test_hooks_see_every_prepared_launch(kernel, prepared, monkeypatch):
     x = torch.zeros(64)
     prepared((1, 1, 1), [x], 5)
     monkeypatch.setattr(Entry, "has_hooks", True)
@@ -237,7 +237,7 @@ def test_whoever_watches_prepared_launches_sees_them(kernel, prepared, monkeypat
     assert len(kernel.public) == 2 and not kernel.quick
 
 
-def test_tensors_of_one_room_do_not_overlap():
+def test_tensors_of_an_arena_do_not_overlap():
     shapes = {"close": (2, 3), "wide": (2, 3), "none": (0, 4), "line": (5,)}
     room = Arena(torch.float32, torch.device("cpu"), shapes, {"wide": (16, 1)})
     made = room()
@@ -248,7 +248,7 @@ def test_tensors_of_one_room_do_not_overlap():
     assert all((x.data_ptr() - made[0].data_ptr()) % 16 == 0 for x in made if len(x))
 
 
-def test_tensors_of_a_room_lie_where_a_kernel_is_told():
+def test_tensors_of_an_arena_begin_at_the_kernel_offsets():
     room = Arena(torch.int32, torch.device("cpu"), {"first": (2, 3), "none": (0, 4), "last": (5,)})
     memory = room.made()
     first, last = room.begin("first", "last")
@@ -263,7 +263,7 @@ def test_launches_of_a_call_stay_in_order_across_threads():
     calls = []
 
     class Slow(Entry):
-        """Others may run during its launch."""
+        """Entry with a slow launch, during which other threads may run."""
 
         def __call__(self, *given):
             super().__call__(*given)

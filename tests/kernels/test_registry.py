@@ -1,4 +1,4 @@
-"""Which backend is taken, in which order they are asked, and what is told about it."""
+"""Choice of the backend, order of the candidates, and the explanation of the choice."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def call_of(text="window:4", n=64, heads=2, d=8):
 
 
 @pytest.mark.parametrize(("kind", "line"), LINES, ids=lambda value: value if isinstance(value, str) else value["when"])
-def test_every_order_names_backends_and_where_its_figure_is_from(kind, line):
+def test_every_order_names_backends_and_a_measurement(kind, line):
     assert re.fullmatch(r"any|cpu|cuda( sm_\d+)?", kind)
     assert line["when"] in ("block-sparse", "dilated", "uncommon", "any")
     assert set(line["order"]) <= set(MODULES)
@@ -71,7 +71,7 @@ def test_a_plan_is_looked_up_by_its_class_and_its_device(text, when, monkeypatch
     assert asked == [("cpu", when), ("cpu", "uncommon", when)]
 
 
-def test_auto_takes_the_first_of_the_order_that_can(monkeypatch):
+def test_auto_chooses_the_first_supported_backend(monkeypatch):
     monkeypatch.setattr(registry, "_preference", lambda *_: registry.Preference(("triton", "reference", "cpu"), "why"))
     call = call_of()
     assert choose(call)[0] == "reference"
@@ -162,7 +162,7 @@ def test_auto_takes_hopper_where_it_was_measured_to_be_faster(name, monkeypatch)
     assert choose(call)[0] == "triton" and preference(call).order == ("triton", "reference")
 
 
-def test_when_none_can_the_error_and_the_explanation_say_why(monkeypatch):
+def test_error_and_explanation_name_every_reason(monkeypatch):
     monkeypatch.setattr(registry, "_preference", lambda *_: registry.Preference(("triton", "hopper"), "why"))
     call = call_of()
     with pytest.raises(BackendUnsupported) as caught:

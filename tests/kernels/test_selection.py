@@ -70,7 +70,7 @@ def inputs(selection, key_heads, width=8, value_width=12):
 @pytest.mark.parametrize("n", [160, 150, 9])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_output_lse_and_gradients_are_those_of_the_dense_formula(per_token, is_causal, n, key_heads, padded):
+def test_output_lse_and_gradients_match_the_dense_formula(per_token, is_causal, n, key_heads, padded):
     selection = drawn(n=n, is_causal=is_causal, per_token=per_token)
     tensors = [x.requires_grad_() for x in inputs(selection, key_heads)]
     padding = torch.arange(n) >= torch.tensor([n, n // 2])[:, None] if padded else None
@@ -95,7 +95,7 @@ ROWS = pytest.mark.parametrize("per_token", [False, True])
 
 @pytest.mark.parametrize("n", [96, 90, 5])
 @BOTH
-def test_the_plan_is_the_selection(is_causal, n):
+def test_plan_has_the_pairs_of_the_selection(is_causal, n):
     selection = drawn(batch=2, heads=3, n=n, is_causal=is_causal, per_token=False)
     plan = block_plan(selection)
     dense = plan.to_dense().view(3, 2, n, 2, n)
@@ -135,7 +135,7 @@ def test_density_counts_blocks(per_token, is_causal):
         assert float(selection.density()) == pytest.approx(float(wanted))
 
 
-def test_gathered_rows_are_the_tokens_that_chose_their_tile():
+def test_gathered_rows_are_the_tokens_that_list_their_tile():
     selection = drawn(batch=2, heads=2, n=70, is_causal=False, per_token=True)
     gathered = token_plan(selection)
     (part,) = gathered.plan.parts
@@ -177,7 +177,7 @@ def test_split_heads_with_dropout_pass_gradcheck(per_token, is_causal, monkeypat
 
 @BOTH
 @ROWS
-def test_a_bias_of_nothing_changes_nothing(per_token, is_causal):
+def test_zero_bias_changes_nothing(per_token, is_causal):
     selection = drawn(is_causal=is_causal, per_token=per_token)
     x = inputs(selection, 2)
     none = torch.zeros(*selection.indices.shape[:3], selection.blocks, dtype=torch.float64)
@@ -189,7 +189,7 @@ def test_a_bias_of_nothing_changes_nothing(per_token, is_causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @BOTH
 @ROWS
-def test_the_native_kernel_agrees(per_token, is_causal, dtype):
+def test_native_kernel_matches_torch(per_token, is_causal, dtype):
     if not native.library_path().exists():
         pytest.skip("the C++ kernel is not built")
     selection = drawn(is_causal=is_causal, per_token=per_token)

@@ -100,10 +100,10 @@ def test_match_kernels_fit_a_multiprocessor_repeatedly(per_token, some, rounds, 
     compiled = compile_kernel(triton_selection.match_kernel, constants, tiles, types=types)
     assert compiled.metadata.shared <= SHARED_MEMORY // (3 if per_token else 2)
     assert spilled(compiled) == 0
-    # Products of 128 sub-blocks, of whose results registers hold those of two programs, or of half as many.
+    # Products with 128 sub-blocks, whose results fit the registers of two programs, or with 64 for tokens.
     wide = 64 if per_token else 128
     assert f"wgmma.mma_async.sync.aligned.m64n{wide}k16.f32.f16.f16" in compiled.asm["ptx"]
-    # All products of a step are written out, and what lies beside them is asked for ahead of it too.
+    # All products of a step are unrolled, and loads that feed no product are pipelined as well.
     loops = re.findall(r"^( *)%\S+ = scf\.for(.*?)^\1\}", compiled.asm["ttgir"], re.MULTILINE | re.DOTALL)
     copies = loops[-1][1].count("ttg.async_copy_global_to_local")
     assert copies == (128 // wide) * (1 if rounds else 2) + 2
@@ -132,20 +132,29 @@ def test_choice_kernels_spill_little_and_fit_twice(wide, rank, holes, rounds, mo
         triton_choice.choice_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types,
         maxnreg=triton_choice.NARROW_REGISTERS if narrow else None,
     )  # fmt: skip
-    # Three programs of the narrowest, and two of others, at the price of a few numbers that a step keeps elsewhere.
+    # Three programs per multiprocessor of the narrowest kernel and two of others, with a few spilled registers.
     assert compiled.metadata.shared <= SHARED_MEMORY // (3 if narrow else 2)
     assert spilled(compiled) <= 32
     # Rows are projected as they are.
     assert f"wgmma.mma_async.sync.aligned.m64n{rank}k16.f32.bf16.bf16" in compiled.asm["ptx"]
     assert f"griddepcontrol.{'wait' if narrow else 'launch_dependents'}" in compiled.asm["ptx"]
-    # No layout but that of the products holds a number for every token and block.
+    # Scores [tokens, blocks] exist in the layout of the products only.
     moved = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
     assert not any(f"tensor<64x{wide}x" in line for line in moved)
-    # Words of a row are in neighbouring lanes, so that what a warp stores of them falls on few rows.
+    # Words of a row are in adjacent lanes, so that the stores of a warp hit few rows.
     (layout,) = set(re.findall(rf"tt\.store .*tensor<64x{wide // 32}x!tt\.ptr<i32>, (#\w+)>", compiled.asm["ttgir"]))
     threads = f"threadsPerWarp = [{1024 // wide}, {wide // 32}]"
     assert re.search(rf"^{layout} = .*{re.escape(threads)}", compiled.asm["ttgir"], re.MULTILINE)
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
+
+
+def rounds_exact_shares(ptx):
+    """Whether the rest of a fraction of blocks comes from a fused product; see `rounded_fraction`."""
+    fused = (
+        r"mul\S+\s+(%\w+), (%\w+), (%\w+);.*?cvt\.rmi\S+\s+(%\w+), \1;"
+        r".*?neg\S+\s+(%\w+), \4;.*?fma\S+\s+%\w+, \2, \3, \5;"
+    )
+    return re.search(fused, ptx, re.DOTALL) is not None
 
 
 @pytest.mark.slow
@@ -162,11 +171,12 @@ def test_warps_rank_several_rows_in_few_lanes(wide, rows, lanes, monkeypatch):
     # No other layout holds a score for every row and block.
     moved = [line for line in told.splitlines() if "ttg.convert_layout" in line]
     assert not any(f"tensor<{rows}x{wide}xf32" in line for line in moved)
+    assert rounds_exact_shares(compiled.asm["ptx"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(512, 2, 16), (1024, 1, 32)])
-def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, monkeypatch):
+def test_ranking_kernels_leave_registers_for_many_warps(wide, rows, lanes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
@@ -178,7 +188,7 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, monkeypat
         triton_choice.rank_kernel, constants, launches.Tiles(0, 0, 1, 1), types=RANKABLE, maxnreg=registers
     )
     assert spilled(compiled) == 0
-    # Scores that follow one another are read four at a time, as far as there are any.
+    # Adjacent scores are loaded as vectors of four.
     assert compiled.asm["ptx"].count("ld.global.v4") == 1024 // 128
 
 
@@ -246,15 +256,16 @@ def test_hidden_units_are_vectorized_and_stay_in_registers(side, constants, monk
     # 16 warps a multiprocessor.
     assert compiled.metadata.shared <= SHARED_MEMORY * warps // 16
     assert f".maxnreg {registers}" in compiled.asm["ptx"]
-    # Some assemblers leave a few addresses of the largest tiles there, which a step of a thousand instructions needs once.
+    # Some assemblers spill a few addresses of the largest tiles, each used once per step of a thousand instructions.
     assert spilled(compiled) <= (80 if side == 128 else 0)
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 4_500
+    assert rounds_exact_shares(compiled.asm["ptx"]) == bool(constants["LISTS"])
     if stages > 1:
         # Factors of later steps are on their way to shared memory.
         assert "cp.async.wait_group" in compiled.asm["ptx"]
         return
     lines = compiled.asm["ttgir"].splitlines()
-    # The first loop is over units; with LISTS another asks what rows see.
+    # The first loop is over hidden units; with LISTS another counts visible blocks.
     begun = next(place for place, line in enumerate(lines) if "scf.for" in line)
     ended = next(place for place, line in enumerate(lines) if "scf.yield" in line)
     assert not any("ttg.convert_layout" in line or "ttg.local" in line for line in lines[begun:ended])
@@ -285,7 +296,7 @@ SIZED = {"SIZE": 128, "P": 32}
         ("place_kernel", 8, {"SIZE": 128, "P": 64, "T": 1024, "R": 1024, "WORDS": 4}),
     ],
 )
-def test_what_surrounds_the_ranking_is_small(name, warps, constants, monkeypatch):
+def test_kernels_around_the_ranking_are_small(name, warps, constants, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_lists_kernels as triton_lists
@@ -300,6 +311,29 @@ def test_what_surrounds_the_ranking_is_small(name, warps, constants, monkeypatch
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("integers", "entries"), [("*i32", 4), ("*i64", 16), ("*i32", 51), ("*i64", 128)])
+def test_normal_form_stays_in_registers(integers, entries, counted, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    import torch
+
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import normal_lists
+
+    made = {}
+    monkeypatch.setattr(normal_lists, "Launch", lambda kernel, device, *numbers, **constants: made.update(constants))
+    sizes = 128, 128, 0, 1, True, True, counted, counted, *(1,) * 7
+    normal_lists._normal_lists_launch(torch.device("cpu"), (1, 4, 16384, entries), *sizes)
+    made |= {} if counted else {"p_many": None}
+    tiles = launches.Tiles(0, 0, made["num_warps"], 1)
+    types = {"p_indices": integers, "p_counts": integers, "p_lists": "*i32", "p_many": "*i32", "p_sharing": "*i1"}
+    compiled = compile_kernel(normal_lists.normal_lists_kernel, made, tiles, types=types)
+    assert compiled.metadata.shared <= 16384
+    assert spilled(compiled) == 0
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000
+
+
 SUMMED = {"p_query": "*bf16", "p_key": "*bf16"} | dict.fromkeys(("p_means", "p_own", "p_summary", "p_units"), "*fp32")
 SUMMED |= dict.fromkeys(("p_own_there", "p_own_visible", "p_there", "p_visible", "p_padding"), "*i1")
 
@@ -308,7 +342,7 @@ SUMMED |= dict.fromkeys(("p_own_there", "p_own_visible", "p_there", "p_visible",
 @pytest.mark.parametrize(
     ("own_unit", "width", "padding"), [(16, 64, False), (128, 64, False), (128, 128, False), (16, 80, True)]
 )
-def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width, padding, monkeypatch):
+def test_sums_stay_in_registers_and_load_whole_lines(own_unit, width, padding, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     import torch
 
@@ -328,10 +362,9 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     assert spilled(compiled) == 0
     ptx = compiled.asm["ptx"]
     assert ptx.count("ld.global.v4.b32") == 2 * triton_summaries.ASKED
-    # A mean less itself would be subtracted from the product before it is rounded, and say of ragged blocks that they
-    # are not finite.
+    # A test of mean - mean would be fused with the product before rounding, so that ragged blocks seem not finite.
     assert "neg.f32" not in ptx
-    # Threads meet when all tokens are read, but for what says which are padding, and those of a warp for means to store.
+    # Loops have no exchange between threads, except for padding masks, and within a warp for the means to store.
     loops = re.findall(r"^( *)%\S+ = scf\.for(.*?)^\1\}", compiled.asm["ttgir"], re.MULTILINE | re.DOTALL)
     assert len(loops) == 2
     met = [line for _, body in loops for line in body.splitlines() if "tt.reduce" in line or "ttg.convert" in line]
@@ -400,7 +433,7 @@ def test_every_score_unit_and_block_size_compiles(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = [one for one in grid_launches() if one.name == name]
     assert found
-    # The assembler, which takes another third of the time, runs on the kernels of the tests above.
+    # The assembler, which takes another third of the time, runs in the tests above only.
     for one in found:
         assert lower_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
 
@@ -421,7 +454,7 @@ GROUPED = [
     (64, 4, 8, {"heads": 8, "key_heads": 4, "select": "all"}),
     (16, 16, 2, {"heads": 8, "key_heads": 1, "select": "group", "group_size": 2}),
 ]
-"""Block size, score unit, heads of a list: those of a key head, of several key heads, some of those of a key head."""
+"""Block size, score unit, heads per list; a list has all heads of one or of several key heads, or some of one."""
 GROUP_KERNELS = "distill_kernel", "factor_kernel", "sums_kernel"
 """Kernels with a loop over the heads of a list."""
 

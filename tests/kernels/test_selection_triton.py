@@ -1,4 +1,4 @@
-"""Learned selections as a GPU computes them, on the CPU in Triton's interpreter, and nothing read back on the way."""
+"""Kernels of learned selections in Triton's interpreter on the CPU, without host reads of device values."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ GROUPS = {
         "tokens with long lists turned round in windows",
     ],
     "attention on indices": [
+        "normal form of lists",
+        "calls beside equal calls, blocks",
+        "calls beside equal calls, tokens",
         "indices by blocks, causal",
         "indices by blocks of two samples, padded",
         "indices by tokens, causal, padded",
@@ -155,7 +158,7 @@ SCORES = [
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
 TOLERANCE |= {"chunks of query heads in half precision": 1e-3}
 TOLERANCE |= {"packed windows ahead in half precision": 2e-3}
-# Scores of float32 features: 2.4e-6 on an AMD EPYC, whose products round otherwise.
+# Scores of float32 features: 2.4e-6 on an AMD EPYC, where products round differently.
 TOLERANCE |= {"blocks": 5e-6}
 TOLERANCE |= {"three steps of Adam, blocks": 1e-5, "three steps of SGD, tokens": 1e-5}
 TOLERANCE |= {"three steps of Adam, one list for all heads": 1e-5}
@@ -198,7 +201,7 @@ def test_program_size_fills_the_multiprocessors():
     assert [side(128, 8, n, n, n) for n in (1024, 512, 256)] == [128, 64, 32]
     assert side(128, 8, 128, 8192, 8192) == 128
     assert side(64, 8, 128, 8192, 8192) == 64
-    # Causal, half of the large ones would have nothing to do.
+    # Under a causal mask half of the large tiles would be empty.
     assert side(128, 8, 1024, 1024, 512) == 64
     assert side(128, 8, 64, 16384, 16384) == 64
     assert side(128, 8, 1, 16384, 16384) == 32
@@ -218,7 +221,7 @@ def test_program_size_fills_the_multiprocessors():
         lambda x: x.bincount(),
     ],
 )
-def test_waiting_is_noticed(wait):
+def test_host_waits_are_detected(wait):
     x = torch.tensor([1, 0, 2, 3])
     with NoWaiting(), pytest.raises(AssertionError, match="waits"):
         wait(x)

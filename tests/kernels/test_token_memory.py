@@ -114,7 +114,7 @@ def test_chunks_have_every_row_once_and_no_part_of_two_lists(lists, key_heads, r
         assert {head // group for head in some} == {*range(chunk.key_heads.start, chunk.key_heads.stop)}
         assert len({len([*run]) for _, run in groupby(some, lambda head: head // sharing)}) == 1
     assert torch.equal(times, torch.ones_like(times))
-    # Gradients of a key head are summed over chunks that follow one another.
+    # Gradients of a key head are summed over consecutive chunks.
     starts = [key_head for key_head, _ in groupby(chunks, lambda chunk: chunk.key_heads.start)]
     assert starts == sorted({*starts})
 

@@ -169,7 +169,7 @@ def test_the_backend_answers_without_loading_triton():
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
-def test_the_launches_run_a_call_that_was_seen_before(monkeypatch):
+def test_repeated_calls_reuse_their_launches(monkeypatch):
     from dilated_attention_pytorch.kernels.triton import launches
 
     asked, ran = [], []

@@ -1,4 +1,4 @@
-"""What the Triton kernels are told to do is what the plan says, whole or in pieces."""
+"""Work tables of the Triton kernels equal the plan, for whole rows and for pieces of rows."""
 
 import pytest
 from cases import PROBLEMS
@@ -9,7 +9,7 @@ from dilated_attention_pytorch.plan import make_plan
 
 
 def entries_of(side):
-    """Every (class, stationary tile, streamed tile, mask) in the work table, mask -1 where the tile is met whole."""
+    """Every (class, stationary tile, streamed tile, mask) in the work table, with mask -1 for whole tiles."""
     found = []
     for index, item in enumerate(side.work.tolist()):
         tile, full_begin, full_end, full_base, partial_begin, partial_end, partial_base, _ = item
@@ -31,7 +31,7 @@ def entries_in(walk, tiles):
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_every_entry_of_the_plan_is_done_once(problem, pieces, monkeypatch):
+def test_work_table_has_every_entry_of_the_plan_once(problem, pieces, monkeypatch):
     if pieces:
         monkeypatch.setattr(triton_lowering, "SHORTEST_PIECE", 1)
         monkeypatch.setattr(triton_lowering, "PROGRAMS_PER_PROCESSOR", 1000)
@@ -47,7 +47,7 @@ def test_every_entry_of_the_plan_is_done_once(problem, pieces, monkeypatch):
         assert done == wanted
 
 
-def test_a_long_row_is_cut_into_pieces_with_a_slot_each(monkeypatch):
+def test_long_rows_are_split_into_pieces_with_a_slot_each(monkeypatch):
     monkeypatch.setattr(triton_lowering, "SHORTEST_PIECE", 1)
     monkeypatch.setattr(triton_lowering, "PROGRAMS_PER_PROCESSOR", 16)
     plan = make_plan(parse("window:1 | global:1"), 512, 1, 16)

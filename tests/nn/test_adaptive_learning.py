@@ -294,6 +294,15 @@ def test_a_dense_start_counts_backward_passes():
     assert "training_steps" not in BlockSparseAdaptive([256], [1], 2, 16, block_size=16).state_dict()
 
 
+def test_calls_in_one_backward_pass_are_one_step():
+    module = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(dense_steps=9), block_size=16)
+    x = torch.randn(2, 64, 2, 16, requires_grad=True)
+    for step in (1, 2):
+        parts = [module(own, own, own, True) for own in (x[:1], x[1:, 20:])]
+        sum(part.sum() for part in parts).backward()
+        assert module.training_steps == step
+
+
 def test_statistics_after_a_step():
     module = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(base_sparsity=0.5), block_size=16)
     module(*torch.randn(3, 1, 160, 2, 16)).sum().backward()

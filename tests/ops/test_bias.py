@@ -77,6 +77,16 @@ def test_table_gradients_match_dense(pattern, radius, softcap, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_head_masked_by_its_table_moves_nothing(backend):
+    inputs, table = leaves(n=20), table_of(9).detach()
+    table[1] = -torch.inf
+    output, lse = attention_with_lse(*inputs, "window:3", enable_gqa=True, bias=table, backend=backend)
+    assert not output[:, 1].any() and (lse[:, 1] == -torch.inf).all()
+    grads = torch.autograd.grad((output, lse), inputs, (torch.randn_like(output), torch.randn_like(lse)))
+    assert not grads[0][:, 1].any() and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("widths", [(5, 9), (1, 3), (31, 31)])
 def test_tables_of_two_axes_match_dense(widths, by_sample, backend):

@@ -26,10 +26,10 @@ from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.sink import apply_sink
 from dilated_attention_pytorch.ops import plan_cache
-from dilated_attention_pytorch.selection import attend, indices
+from dilated_attention_pytorch.plan.cache import TensorMemo
+from dilated_attention_pytorch.selection import attend
 from dilated_attention_pytorch.selection import attention as selected
 from dilated_attention_pytorch.selection.attend import CallChoices
-from dilated_attention_pytorch.selection.types import ListsMemo
 
 MODULE = sys.modules["dilated_attention_pytorch.ops.attention"]
 PATTERN = "window:20 | global:3"
@@ -395,7 +395,6 @@ def test_chunks_of_tokens_use_no_cached_plan(planned, monkeypatch):
 @ROWS
 def test_cached_plans_of_inference_mode_serve_training(per_token):
     wanted = step(selection_of(per_token))
-    indices._limits.clear()
     with torch.inference_mode():
         unversioned = selection_of(per_token)
     selection = selection_of(per_token)
@@ -450,10 +449,16 @@ def test_selection_is_shared_by_threads(per_token):
 class OnGpu:
     """Stands for a list in the memory of a GPU."""
 
-    device, _version = torch.device("cuda", 0), 0
+    device, _version, shape = torch.device("cuda", 0), 0, (4,)
 
     def data_ptr(self):
         return 512
+
+    def stride(self):
+        return (1,)
+
+    def untyped_storage(self):
+        return torch.zeros(4).untyped_storage()
 
 
 def test_cached_values_are_those_of_a_stream(monkeypatch):
@@ -461,7 +466,7 @@ def test_cached_values_are_those_of_a_stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current["stream"], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current["captured"])
     lists = OnGpu()
-    memo, made = ListsMemo(lists), []
+    memo, made = TensorMemo(lists), []
 
     def derived(**now):
         current.update(now)
@@ -482,8 +487,7 @@ def test_captured_selections_cache_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert selection_of(True).memo is not None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(indices, "_limits", {})
-    assert selection_of(True).memo is None and not indices._limits
+    assert selection_of(True).memo is None
 
 
 @pytest.fixture
@@ -588,7 +592,6 @@ def test_choices_follow_the_gradients_that_other_libraries_lack():
 
 def test_only_so_many_selected_calls_are_cached(monkeypatch):
     monkeypatch.setattr(selected, "MOST_CACHED", 3)
-    monkeypatch.setattr(indices, "MOST_CACHED", 3)
     for n in range(20, 30):
         selected_attention(*inputs(n), listed(True, n), granularity=SIZE, is_causal=True)
-    assert len(selected._cached) <= 3 and len(indices._limits) <= 3
+    assert len(selected._cached) <= 3

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import random
 import sys
 import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -453,10 +455,17 @@ def test_models_without_a_mask_hide_the_keys_after_questions():
     assert torch.equal(key.flatten(2).any(-1)[:, 1:], ~asked[:, :-1])
 
 
-def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def stop_after_one_run(monkeypatch: pytest.MonkeyPatch):
+    """Let the deadline pass between the first run of a suite and the second."""
+    monkeypatch.setattr(quality, "time", SimpleNamespace(monotonic=iter([-math.inf, math.inf]).__next__))
+
+
+def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = ["--suite", "tiny", "--out", str(tmp_path)]
-    assert command.main([*given, "--minutes", "0"]) == 130
-    assert len(read(tmp_path)) == 1
+    assert command.main([*given, "--minutes", "0"]) == 130 and read(tmp_path) == []
+    with monkeypatch.context() as clock:
+        stop_after_one_run(clock)
+        assert command.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
     assert command.main([*given, "--resume"]) == 1, "two steps teach nothing"
     lines = read(tmp_path)
     assert [(x["task"], x["pattern"], x["wanted"], x["seed"]) for x in lines] == retrieval.runs(
@@ -471,9 +480,11 @@ def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pyte
     assert "did not learn every task" in page and "| 50.7 % | oracle |" in page
 
 
-def test_the_rules_suite_runs_resumes_and_reports(tmp_path: Path):
+def test_the_rules_suite_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = ["--suite", "rules-tiny", "--out", str(tmp_path)]
-    assert command.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
+    with monkeypatch.context() as clock:
+        stop_after_one_run(clock)
+        assert command.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
     assert command.main([*given, "--resume"]) == 0
     lines = read(tmp_path)
     suite = rules.RULE_SUITES["rules-tiny"]
@@ -484,6 +495,20 @@ def test_the_rules_suite_runs_resumes_and_reports(tmp_path: Path):
         top_p = "top-p" in line["pattern"]
         assert line["density"] == pytest.approx(wanted, rel=0.05 if top_p else 1e-9), line
     assert "| 42.6 % | oracle |" in (tmp_path / "quality.md").read_text()
+
+
+def test_a_suite_that_ends_after_the_deadline_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Time is read before each run, and not after the last one."""
+    monkeypatch.setattr(quality, "time", SimpleNamespace(monotonic=iter([-1.0]).__next__))
+    suite = quality.MeasuredSuite(
+        name="one run",
+        fields=("task",),
+        runs=[("recall",)],
+        measure=lambda left: ({"task": task, "pattern": "dense", "quality": 1.0} for (task,) in left),
+        stamp={},
+    )
+    assert quality.run_suite(suite, tmp_path / "quality.jsonl", deadline=0.0, resume=False) is None
+    assert [line["quality"] for line in read(tmp_path)] == [1.0]
 
 
 def test_rules_keep_attention_between_random_and_oracle():

@@ -296,8 +296,3 @@ def test_markdown_shows_hostile_names_as_text():
         page.as_markdown("t", ["`code`, **bold**, [a page](other.html)"])
         == "# t\n\n`code`, **bold**, [a page](other.html)\n"
     )
-
-
-def test_preformatted_text_cannot_end_its_block():
-    text = page.as_markdown("t", [page.Preformatted("```\n# not a heading\n```")])
-    assert text == "# t\n\n````\n```\n# not a heading\n```\n````\n"

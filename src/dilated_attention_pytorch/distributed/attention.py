@@ -102,9 +102,10 @@ def context_parallel_attention(
     torch.Size([1, 2, 100, 16])
     """
     settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
-    call, terms = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine), (bias, bias_positions)
-    tensors = query, key, value
-    return _attend_with_sink(call, group, tensors, key_padding_mask, sink, ScoreBias(*terms), backend).output
+    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine, backend)
+    return _attend_with_sink(
+        call, group, Inputs(query, key, value, key_padding_mask, sink, bias, bias_positions)
+    ).output
 
 
 def context_parallel_attention_with_lse(
@@ -133,79 +134,73 @@ def context_parallel_attention_with_lse(
 ) -> AttentionOutput:
     """`context_parallel_attention`, and the natural logarithm of each row's denominator; both differentiable."""
     settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
-    call, terms = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine), (bias, bias_positions)
-    return _attend_with_sink(call, group, (query, key, value), key_padding_mask, sink, ScoreBias(*terms), backend)
+    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine, backend)
+    return _attend_with_sink(call, group, Inputs(query, key, value, key_padding_mask, sink, bias, bias_positions))
 
 
-class ScoreBias(NamedTuple):
-    """Bias of the scores, and the positions of all tokens in it; both as given by the caller."""
+class Inputs(NamedTuple):
+    """Tensors of a call on one rank, as given by the caller, apart from `cu_seqlens`."""
 
-    table: Tensor | None = None
-    positions: Tensor | None = None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    padding: Tensor | None = None
+    sink: Tensor | None = None
+    bias: Tensor | None = None
+    bias_positions: Tensor | None = None
 
-    def for_kernels(self, query: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
-        """Both as kernels read them, checked, for some rows of a sequence of `n` tokens."""
-        table, positions = kernel_bias(query, *self, n)
+    def autocasted(self) -> Inputs:
+        """The inputs with query, key and value in the dtype of autocast."""
+        query, key, value = autocasted(*self[:3])
+        return self._replace(query=query, key=key, value=value)
+
+    def kernel_bias(self, n: int) -> tuple[Tensor | None, Tensor | None]:
+        """Bias and positions as kernels read them, checked, for some rows of a sequence of `n` tokens."""
+        table, positions = kernel_bias(self.query, self.bias, self.bias_positions, n)
         return None if table is None else table.detach(), positions
 
 
-def _attend_with_sink(
-    call: Call,
-    group: dist.ProcessGroup | None,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    key_padding_mask: Tensor | None,
-    sink: Tensor | None,
-    bias: ScoreBias,
-    backend: str,
-) -> AttentionOutput:
-    tensors = autocasted(*tensors)  # pyrefly: ignore[bad-assignment]
+def _attend_with_sink(call: Call, group: dist.ProcessGroup | None, inputs: Inputs) -> AttentionOutput:
+    inputs = inputs.autocasted()
     if call.is_alone(group):
-        return call.on_one_device(*tensors, key_padding_mask, sink, bias, backend)
-    result = _attend(call, group, tensors, key_padding_mask, sink, bias, backend)
+        return call.on_one_device(inputs)
+    result, sink = _attend(call, group, inputs), inputs.sink
     return result if sink is None else AttentionOutput(apply_sink(result.output, result.lse, sink), result.lse)
 
 
-def _attend(
-    call: Call,
-    group: dist.ProcessGroup | None,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    key_padding_mask: Tensor | None,
-    sink: Tensor | None,
-    bias: ScoreBias,
-    backend: str,
-) -> AttentionOutput:
+def _attend(call: Call, group: dist.ProcessGroup | None, inputs: Inputs) -> AttentionOutput:
     """Output and LSE before the sink, which is checked here with the other tensors."""
-    query, key, value = tensors
-    if sink is not None and torch.compiler.is_compiling():
-        check_sink(query, sink)
-    pattern, layout, machine, cu_seqlens = call.pattern, call.layout, call.machine, call.cu_seqlens
+    query, key, value, padding, sink, bias, bias_positions = inputs
     seed = fresh_seed(query.device) if call.dropout_p and isinstance(query, Tensor) else None
     # A rank that computes gradients would wait in its backward pass for a rank that does not.
-    differentiable = query, key, value, bias.table
+    differentiable = query, key, value, bias
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in differentiable)
     if torch.compiler.is_compiling():
+        if sink is not None:
+            check_sink(query, sink)
         # As plain values: torch 2.11 accepts no object of this library's classes as a constant.
+        pattern, layout, machine = call.pattern, call.layout, call.machine
         plain = {
             "pattern": pattern if isinstance(pattern, str) else pattern.describe(),
             "layout": (layout.world, layout.begins, layout.ranks, layout.n),
             "machine": None if machine is None else (machine.latency, machine.bandwidth, machine.flops),
             "cu_seqlens": None,
         }
-        text = _to_text(tuple((call._asdict() | plain).items()), group, needs_grad, backend)
-        masks = key_padding_mask, cu_seqlens, seed, bias.positions
-        return AttentionOutput(*torch.ops.dilated_attention.context_parallel(*tensors, bias.table, *masks, text))
-    executor = _executor(call, group, tensors, key_padding_mask, seed, bias, needs_grad, backend, sink)
+        text = _to_text(tuple((call._asdict() | plain).items()), group, needs_grad)
+        masks = padding, call.cu_seqlens, seed, bias_positions
+        return AttentionOutput(*torch.ops.dilated_attention.context_parallel(query, key, value, bias, *masks, text))
+    executor = _executor(call, group, inputs, seed, needs_grad)
     if executor is None:
         output, lse = empty_attention(query, key, value)
-        return AttentionOutput(output if bias.table is None else output + 0 * bias.table.sum(), lse)
+        return AttentionOutput(output if bias is None else output + 0 * bias.sum(), lse)
     if needs_grad:
-        return AttentionOutput(*ContextParallel.apply(executor, bias.table, query, key, value))
+        return AttentionOutput(*ContextParallel.apply(executor, bias, query, key, value))
     result = executor.forward(executor.shards([query], [key], [value]))
     return AttentionOutput(result.outputs[0], result.lses[0])
 
 
 class Call(NamedTuple):
-    """Arguments of a call, apart from its tensors, group and backend."""
+    """Arguments of a call, apart from its other tensors and its group."""
 
     pattern: Pattern | str
     layout: SequenceLayout
@@ -219,58 +214,48 @@ class Call(NamedTuple):
     exchange: Exchange = "auto"
     receive_budget: int | None = None
     machine: Machine | None = None
+    backend: str = "auto"
 
     def is_alone(self, group: dist.ProcessGroup | None) -> bool:
         """Whether one rank holds the whole sequence, so that nothing is exchanged."""
         alone = isinstance(self.layout, SequenceLayout) and self.layout.world == 1
         return alone and (group is None or dist.get_world_size(group) == 1)
 
-    def on_one_device(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        padding: Tensor | None,
-        sink: Tensor | None,
-        bias: ScoreBias,
-        backend: str,
-    ) -> AttentionOutput:
+    def on_one_device(self, inputs: Inputs) -> AttentionOutput:
         """The call of `attention_with_lse` on the whole sequence."""
         self.check_options()
-        self.check_lengths(0, (query, key, value))
+        self.check_lengths(0, inputs)
         return attention_with_lse(
-            query,
-            key,
-            value,
+            *inputs[:3],
             self.pattern,
             is_causal=self.is_causal,
             scale=self.scale,
             enable_gqa=self.enable_gqa,
-            key_padding_mask=padding,
+            key_padding_mask=inputs.padding,
             cu_seqlens=self.cu_seqlens,
             dropout_p=self.dropout_p,
-            sink=sink,
+            sink=inputs.sink,
             softcap=self.softcap,
-            bias=bias.table,
-            bias_positions=bias.positions,
-            backend=backend,
+            bias=inputs.bias,
+            bias_positions=inputs.bias_positions,
+            backend=self.backend,
         )
 
-    def check_lengths(self, rank: int, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Check that the tensors hold the tokens of a rank."""
+    def check_lengths(self, rank: int, inputs: Inputs) -> None:
+        """Check that query, key and value hold the tokens of a rank."""
         expected = self.layout.lengths[rank]
-        for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        for name, x in zip(("query", "key", "value"), inputs[:3], strict=True):
             if isinstance(x, Tensor) and x.dim() == 4 and x.shape[2] != expected:
                 raise must(f"{name} must hold the {expected} tokens of rank {rank}", x.shape[2])
 
-    def check_shard(self, rank: int, tensors: tuple[Tensor, Tensor, Tensor], padding: Tensor | None) -> None:
-        """Check the tensors of one rank."""
-        self.check_lengths(rank, tensors)
+    def check_shard(self, rank: int, inputs: Inputs) -> None:
+        """Check query, key, value and padding of one rank."""
+        self.check_lengths(rank, inputs)
         # A rank may hold no token at all; everything else about its tensors must still be right.
-        query, key, value = tensors if self.layout.lengths[rank] else map(_one_token, tensors)
+        query, key, value = inputs[:3] if self.layout.lengths[rank] else map(_one_token, inputs[:3])
         check_tensors(query, key, value, self.enable_gqa)
-        check_masks(tensors[0], padding, self.cu_seqlens)
-        check_reverse_mode(*tensors)
+        check_masks(inputs.query, inputs.padding, self.cu_seqlens)
+        check_reverse_mode(*inputs[:3])
 
     def check_options(self) -> None:
         """Check the options of the call that are not tensors."""
@@ -319,21 +304,14 @@ def _one_token(x: Tensor) -> Tensor:
 
 
 def _executor(
-    call: Call,
-    group: dist.ProcessGroup | None,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    padding: Tensor | None,
-    seed: Tensor | None,
-    bias: ScoreBias,
-    needs_grad: bool,
-    backend: str,
-    sink: Tensor | None = None,
+    call: Call, group: dist.ProcessGroup | None, inputs: Inputs, seed: Tensor | None, needs_grad: bool
 ) -> Executor | None:
     """Check the call, compare it with the other ranks, and look up or make this rank's schedule. Collective.
 
     None for a call without samples or without tokens, which has an empty result.
     """
-    layout, device = call.layout, tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
+    query, key, value, padding, sink, *_ = inputs
+    layout, device = call.layout, query.device if isinstance(query, Tensor) else torch.device("cpu")
     typed, members = isinstance(layout, SequenceLayout), _members(group)
     wrong = must_be("layout must be a SequenceLayout", type(layout).__name__)
     if not typed and members == 1:
@@ -345,33 +323,33 @@ def _executor(
         if not typed:
             raise wrong
         check_group(group, layout.world, device)
-        call.check_shard(rank, tensors, padding)
+        call.check_shard(rank, inputs)
         if sink is not None:
-            check_sink(tensors[0], sink)
-        scale = call.scale_for(tensors[0].shape[3])
-        table, positions = bias.for_kernels(tensors[0], layout.n)
-        if backend != "auto":
+            check_sink(query, sink)
+        scale = call.scale_for(query.shape[3])
+        table, positions = inputs.kernel_bias(layout.n)
+        if call.backend != "auto":
             # A rank without tokens computes nothing; an unknown name must be an error on all ranks.
-            backend_named(backend)
+            backend_named(call.backend)
         pattern = call.pattern
         if layout.n:
-            spec = call.spec(*tensors)
+            spec = call.spec(query, key, value)
             pattern = spec.pattern
         text = (
-            f"{as_pattern(pattern).describe()}, {layout}, batch {len(tensors[0])}, {tensors[0].shape[1]} heads, "
-            f"{tensors[1].shape[1]} key heads, widths {(tensors[1].shape[3], tensors[2].shape[3])}, "
-            f"{tensors[0].dtype}, scale {scale}, dropout {call.dropout_p}, "
+            f"{as_pattern(pattern).describe()}, {layout}, batch {len(query)}, {query.shape[1]} heads, "
+            f"{key.shape[1]} key heads, widths {(key.shape[3], value.shape[3])}, "
+            f"{query.dtype}, scale {scale}, dropout {call.dropout_p}, "
             f"padding {'no' if padding is None else 'yes'}, sink {'no' if sink is None else 'yes'}, "
             f"softcap {call.softcap}, bias {None if table is None else tuple(table.shape)}, "
             f"bias positions {'no' if positions is None else 'yes'}, gradients {'yes' if needs_grad else 'no'}, "
             f"overlap {call.overlap}, exchange {call.exchange}, receive budget {call.receive_budget}, "
-            f"{call.machine or Machine()}, backend {backend}"
+            f"{call.machine or Machine()}, backend {call.backend}"
         )
     except Exception as error:
         failure = error
-    cache, key = _cache(group), (text, device)
+    cache, cache_key = _cache(group), (text, device)
     start = 0 if seed is None else int(seed)
-    agreement = compare_calls(text, failure, key in cache, start, group, wire_device(group))
+    agreement = compare_calls(text, failure, cache_key in cache, start, group, wire_device(group))
     if spec is None or not spec.batch:
         return None
     transport = GroupTransport(group, rank)
@@ -380,11 +358,11 @@ def _executor(
         with together(transport):
             while len(cache) >= MOST_CACHED:
                 cache.pop(next(iter(cache)))
-            cache[key] = schedule.to(device)
+            cache[cache_key] = schedule.to(device)
     if seed is not None:
         seed = torch.tensor([agreement.seed], device=device)
-    settings = KernelSettings(scale, backend, call.dropout_p, seed, call.softcap or 0.0, table, positions)
-    return Executor(transport, [cache[key]], settings, [padding], needs_grad)
+    settings = KernelSettings(scale, call.backend, call.dropout_p, seed, call.softcap or 0.0, table, positions)
+    return Executor(transport, [cache[cache_key]], settings, [padding], needs_grad)
 
 
 def _members(group: dist.ProcessGroup | None) -> int:
@@ -414,23 +392,21 @@ on_pressure(_evict_gpu_schedules)
 
 
 @torch.compiler.assume_constant_result
-def _to_text(
-    fields: tuple[tuple[str, Any], ...], group: dist.ProcessGroup | None, needs_grad: bool, backend: str
-) -> str:
-    """Arguments of a call that are not tensors, as text: fields of `Call`, group, gradients, backend."""
-    return json.dumps([dict(fields), group_name(group), needs_grad, backend])
+def _to_text(fields: tuple[tuple[str, Any], ...], group: dist.ProcessGroup | None, needs_grad: bool) -> str:
+    """Arguments of a call that are not tensors, as text: fields of `Call`, group, gradients."""
+    return json.dumps([dict(fields), group_name(group), needs_grad])
 
 
-def _from_text(
-    tensors: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, masks: list[Tensor | None], text: str
-) -> Executor | None:
-    fields, name, needs_grad, backend = json.loads(text)
+def _from_text(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any) -> Executor | None:
+    """Executor of a call of the operators, whose last arguments are `_MASKS`."""
+    *masks, text = rest
+    fields, name, needs_grad = json.loads(text)
     world, begins, ranks, n = fields["layout"]
     padding, fields["cu_seqlens"], seed, positions = masks
     fields["layout"] = SequenceLayout(world, tuple(begins), tuple(ranks), n)
     fields["machine"] = None if fields["machine"] is None else Machine(*fields["machine"])
-    terms = ScoreBias(bias, positions)
-    return _executor(Call(**fields), _resolve_process_group(name), tensors, padding, seed, terms, needs_grad, backend)
+    inputs = Inputs(query, key, value, padding, None, bias, positions)
+    return _executor(Call(**fields), _resolve_process_group(name), inputs, seed, needs_grad)
 
 
 _MASKS = "Tensor? bias, Tensor? padding, Tensor? cu_seqlens, Tensor? seed, Tensor? bias_positions, str call"
@@ -442,8 +418,8 @@ _MASKS = "Tensor? bias, Tensor? padding, Tensor? cu_seqlens, Tensor? seed, Tenso
     schema=f"(Tensor query, Tensor key, Tensor value, {_MASKS}) -> (Tensor, Tensor)",
 )
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query, key, value, bias, *masks, text = arguments
-    executor = _from_text((query, key, value), bias, masks, text)
+    query, key, value = arguments[:3]
+    executor = _from_text(*arguments)
     if executor is None:
         return empty_attention(query, key, value)
     result = executor.forward(executor.shards([query], [key], [value]))
@@ -457,8 +433,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     f"{_MASKS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, output, lse, grad_output, grad_lse, bias, *masks, text = arguments
-    executor = _from_text((query, key, value), bias, masks, text)
+    query, key, value, output, lse, grad_output, grad_lse, bias, *masks = arguments
+    executor = _from_text(query, key, value, bias, *masks)
     # Operators return no optional tensors: without a bias its gradient is empty.
     table = query.new_empty(0) if bias is None else bias
     if executor is None:

@@ -98,21 +98,22 @@ class ExchangePlan:
     def report(self, row_bytes: int, ranks_per_node: int = 1) -> Traffic:
         """Rows and bytes, for `row_bytes` of a row of K and its row of V together."""
         received, sent = len(self.request.codes), len(self.send)
-        remote = self.key_heads * self.layout.n - self.local_rows
-        peers = sum(count > 0 for count in self.request.counts)
-        node = self.rank // ranks_per_node
-        arrivals = dict(enumerate(self.request.counts))
-        messages = peers
+        messages = list(enumerate(self.request.counts))
         if self.rounds is not None:
-            counts = [(peer, len(rows)) for one in self.rounds for peer, rows in one.receive.items() if len(rows)]
-            messages, sent = len(counts), sum(len(rows) for one in self.rounds for rows in one.send.values())
-            arrivals = {}
-            for peer, rows in counts:
-                arrivals[peer] = arrivals.get(peer, 0) + rows
-            peers = len(arrivals)
-        between = sum(rows for peer, rows in arrivals.items() if peer // ranks_per_node != node)
-        moved = (received * row_bytes, sent * row_bytes, peers, remote * row_bytes, messages, between * row_bytes)
-        return Traffic(received, sent, *moved)
+            messages = [(peer, len(rows)) for one in self.rounds for peer, rows in one.receive.items()]
+            sent = sum(len(rows) for one in self.rounds for rows in one.send.values())
+        messages = [(peer, rows) for peer, rows in messages if rows]
+        node = self.rank // ranks_per_node
+        return Traffic(
+            rows_received=received,
+            rows_sent=sent,
+            bytes_received=received * row_bytes,
+            bytes_sent=sent * row_bytes,
+            peers=len({peer for peer, _ in messages}),
+            ring_bytes=(self.key_heads * self.layout.n - self.local_rows) * row_bytes,
+            messages=len(messages),
+            bytes_between_nodes=row_bytes * sum(rows for peer, rows in messages if peer // ranks_per_node != node),
+        )
 
     def place(self, codes: Tensor) -> Tensor:
         """Place of each row in [own rows, received rows]."""
@@ -171,13 +172,6 @@ def exchange(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) 
     send = plan.send.to(rows.device)
     counts = list(plan.send_counts), list(plan.request.counts)
     return torch.ops.dilated_attention.exchange(rows, send, *counts, group_name(group))
-
-
-def exchange_transposed(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
-    """Adjoint of `exchange`: received rows return to their holder and are summed there."""
-    send = plan.send.to(rows.device)
-    counts = list(plan.send_counts), list(plan.request.counts)
-    return torch.ops.dilated_attention.exchange_transposed(rows, send, *counts, plan.local_rows, group_name(group))
 
 
 def _transport(name: str) -> GroupTransport:

@@ -83,7 +83,8 @@ class Executor:
     def backward(self, shards: list[Shard], given: list[RowGradients], reused: list[Tensor]) -> list[GradientSums]:
         """Gradients of every rank of this process, in the compute dtype. An exception on one rank is raised on all."""
         with completed_together(self.transport) as local:
-            into = local.run(lambda: [self._sums(x) for x in shards], list)
+            bias = self.settings.bias
+            into = local.run(lambda: [GradientSums.start(*x[:3], bias) for x in shards], list)
 
             def gradients(index: int, received: list[Received] | None) -> list[Tensor | None]:
                 return local.run(
@@ -99,9 +100,6 @@ class Executor:
                 if self.visits:
                     self._differentiate_visits(shards, given, into, local)
         return into
-
-    def _sums(self, shard: Shard) -> GradientSums:
-        return GradientSums.start(shard.query, shard.key, shard.value, self.settings.bias)
 
     def _differentiate_stages(
         self, shards: list[Shard], gradients: Any, into: list[GradientSums], reused: list[Tensor], local: LocalWork

@@ -86,7 +86,8 @@ class SequenceLayout:
 
     def runs(self, rank: int) -> list[tuple[int, int]]:
         """Begin and end of each run of the rank."""
-        self._check_rank(rank)
+        if not 0 <= rank < self.world:
+            raise must(f"rank must lie in 0 .. {self.world - 1}", rank)
         own = (self._tables[1] == rank).nonzero()[:, 0].tolist()
         ends = (*self.begins[1:], self.n)
         return [(self.begins[run], ends[run]) for run in own]
@@ -131,10 +132,6 @@ class SequenceLayout:
         )
         return begins, ranks, places
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world:
-            raise must(f"rank must lie in 0 .. {self.world - 1}", rank)
-
 
 def shard_sequence(x: Tensor, layout: SequenceLayout, rank: int, dim: int = 2) -> Tensor:
     """The rank's tokens of a whole sequence along `dim`, in the order of `layout.positions(rank)`; differentiable."""
@@ -153,9 +150,7 @@ def unshard_sequence(shards: Sequence[Tensor], layout: SequenceLayout, dim: int 
     for rank, (shard, length) in enumerate(zip(shards, layout.lengths, strict=True)):
         if shard.shape[dim] != length:
             raise must(f"the shard of rank {rank} must hold {length} tokens along dimension {dim}", shard.shape[dim])
-    taken = [0] * layout.world
-    pieces = []
-    for (begin, end), rank in zip(pairwise((*layout.begins, layout.n)), layout.ranks, strict=True):
-        pieces.append(shards[rank].narrow(dim, taken[rank], end - begin))
-        taken[rank] += end - begin
-    return torch.cat(pieces, dim) if pieces else shards[0]
+    parts = [
+        iter(shard.split([end - begin for begin, end in layout.runs(rank)], dim)) for rank, shard in enumerate(shards)
+    ]
+    return torch.cat([next(parts[rank]) for rank in layout.ranks], dim) if layout.ranks else shards[0]

@@ -62,33 +62,17 @@ def choose_layout(
     if n <= MOST_DEALT:
         candidates["dealt out"] = _dealt_out(whole, n, world, heads)
     row_bytes = 2 * batch * head_dim * itemsize
-    seconds = {
-        name: max(
-            _seconds(whole, layout, rank, heads, key_heads, row_bytes, head_dim, batch, machine)
-            for rank in range(world)
-        )
-        for name, layout in candidates.items()
-    }
+
+    def predicted(layout: SequenceLayout, rank: int) -> float:
+        work = rank_plan(whole, layout, rank, heads, key_heads)
+        codes = torch.unique(work.far_codes)
+        peers = len(torch.unique(layout.locate(codes % layout.n)[0]))
+        fetch = machine.transfer(len(codes) * row_bytes, peers)
+        return max(fetch, batch * work.plan.flops(head_dim) / machine.flops)
+
+    seconds = {name: max(predicted(layout, rank) for rank in range(world)) for name, layout in candidates.items()}
     best = min(seconds, key=lambda name: seconds[name])
     return LayoutChoice(candidates[best], best, seconds, machine)
-
-
-def _seconds(
-    pattern: Pattern,
-    layout: SequenceLayout,
-    rank: int,
-    heads: int,
-    key_heads: int,
-    row_bytes: int,
-    head_dim: int,
-    batch: int,
-    machine: Machine,
-) -> float:
-    work = rank_plan(pattern, layout, rank, heads, key_heads)
-    codes = torch.unique(work.far_codes)
-    peers = len(torch.unique(layout.locate(codes % layout.n)[0]))
-    fetch = machine.transfer(len(codes) * row_bytes, peers)
-    return max(fetch, batch * work.plan.flops(head_dim) / machine.flops)
 
 
 def _dealt_out(pattern: Pattern, n: int, world: int, heads: int) -> SequenceLayout:

@@ -10,6 +10,7 @@ k listed blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -157,7 +158,7 @@ def attend_chosen(
         query: (b, h, n, d), the rank's tokens.
         key: (b, g, n, d).
         value: (b, g, n, e).
-        choice: what its rows see.
+        choice: blocks that its rows see.
         scale: factor on the scores.
         padding: bool (b, N), True where a key of the whole sequence takes no part.
         backend: "auto" or a name from `backends()`.
@@ -233,7 +234,7 @@ def distill(attended: Attended, key: Tensor, query: Tensor, chosen: Tensor, dens
     """The output, in whose backward pass the scores get their gradients. Collective there.
 
     Args:
-        attended: what the rows found.
+        attended: attention of the rows.
         key: (b, g, n, d), the rank's own.
         query: (b, h, n, d), likewise.
         chosen: (b, s, rows, k), scores of the blocks listed for the chosen rows that this rank compares.
@@ -266,51 +267,39 @@ class _Distilled(torch.autograd.Function):
     @once_differentiable("learned context-parallel attention")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         chosen, dense = ctx.saved_tensors
-        grads = _distill_gradients(ctx.attended, ctx.key, ctx.query, ctx.about, grad_output, chosen, dense)
-        return grad_output, *grads, *(None,) * 4
-
-
-def _distill_gradients(
-    attended: Attended,
-    key: Tensor,
-    query: Tensor,
-    about: RankBatch,
-    grad_output: Tensor,
-    chosen: Tensor,
-    dense: Tensor,
-) -> tuple[Tensor, Tensor]:
-    choice, batch = about.choice, about.batch
-    t, mine = choice.blocks, choice.layout.positions(choice.rank).to(key.device)
-    own_padding = None if about.padding is None else about.padding[:, mine]
-    over_ranks = partial(summed_over_ranks, group=choice.group)
-    weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
-    queries = 1 if choice.per_token else choice.block_size
-    mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
-    group = mass.shape[1] // chosen.shape[1]
-    mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
-    of_rows = weights.of_rows(sums, queries, group)
-    some = about.chosen_mine
-    factor = batch.chosen_weight * row_factors(batch, of_rows, len(some))[:, :, some]
-    first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
-    loss = _mean_divergence(first, of_rows, some, choice.group)
-    if not len(batch.dense_rows):
-        batch.stats["loss"] = batch.weight * loss
-        return first.grad, torch.zeros_like(dense)
-    mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
-    mass, of_rows = summed_by_list(mass, group), weights.of_rows(sums, queries, group)
-    some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
-    own = rows // choice.block_size if choice.per_token else rows
-    column = torch.arange(t, device=key.device)
-    others = column < own[:, None] if choice.is_causal else column != own[:, None]
-    assert batch.visible is not None
-    others = others & batch.visible[:, :, None]
-    own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
-    factor = row_factors(batch, of_rows, len(some))[:, :, some]
-    second = compare_rows(dense, mass[:, :, some], own_mass, others, factor)
-    entropy = summed_over_ranks(second.entropy.sum(), choice.group) / of_rows.numel()
-    loss = batch.weight * (loss + _mean_divergence(second, of_rows, some, choice.group))
-    batch.stats |= {"loss": loss, "entropy": entropy, "coverage": coverage}
-    return first.grad, second.grad
+        attended, key, query, about = ctx.attended, ctx.key, ctx.query, ctx.about
+        choice, batch = about.choice, about.batch
+        t, mine = choice.blocks, choice.layout.positions(choice.rank).to(key.device)
+        own_padding = None if about.padding is None else about.padding[:, mine]
+        over_ranks = partial(summed_over_ranks, group=choice.group)
+        weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
+        queries = 1 if choice.per_token else choice.block_size
+        mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
+        group = mass.shape[1] // chosen.shape[1]
+        mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
+        of_rows = weights.of_rows(sums, queries, group)
+        some = about.chosen_mine
+        factor = batch.chosen_weight * row_factors(batch, of_rows, len(some))[:, :, some]
+        first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
+        loss = _mean_divergence(first, of_rows, some, choice.group)
+        if not len(batch.dense_rows):
+            batch.stats["loss"] = batch.weight * loss
+            return grad_output, first.grad, torch.zeros_like(dense), *(None,) * 4
+        mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
+        mass, of_rows = summed_by_list(mass, group), weights.of_rows(sums, queries, group)
+        some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
+        own = rows // choice.block_size if choice.per_token else rows
+        column = torch.arange(t, device=key.device)
+        others = column < own[:, None] if choice.is_causal else column != own[:, None]
+        assert batch.visible is not None
+        others = others & batch.visible[:, :, None]
+        own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
+        factor = row_factors(batch, of_rows, len(some))[:, :, some]
+        second = compare_rows(dense, mass[:, :, some], own_mass, others, factor)
+        entropy = summed_over_ranks(second.entropy.sum(), choice.group) / of_rows.numel()
+        loss = batch.weight * (loss + _mean_divergence(second, of_rows, some, choice.group))
+        batch.stats |= {"loss": loss, "entropy": entropy, "coverage": coverage}
+        return grad_output, first.grad, second.grad, *(None,) * 4
 
 
 def _mean_divergence(compared: RowComparison, weights: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -320,7 +309,7 @@ def _mean_divergence(compared: RowComparison, weights: Tensor, mine: Tensor, gro
 
 
 def summed_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of what every rank has, in place."""
+    """Sum over the ranks, in place."""
     dist.all_reduce(x, group=group)
     return x
 
@@ -331,14 +320,14 @@ def _chosen_mass(attended: Attended, about: RankBatch, weights: Tensor) -> tuple
     batch, heads, _, k = choice.indices.shape
     table = torch.zeros(batch, heads, len(rows), 2 + k, dtype=weights.dtype, device=weights.device)
     listed = torch.zeros(batch, heads, len(rows), k, dtype=torch.bool, device=weights.device)
-    at = torch.searchsorted(choice.rows, rows).clamp(max=max(len(choice.rows) - 1, 0))
-    here = (choice.rows[at] == rows if len(choice.rows) else torch.zeros_like(rows, dtype=torch.bool)).nonzero()[:, 0]
+    here = torch.isin(rows, choice.rows).nonzero()[:, 0]
+    at = torch.searchsorted(choice.rows, rows[here])
     if len(here):
-        some = choice.indices[:, :, at[here]].long()
-        own = choice.own[at[here]]
+        some = choice.indices[:, :, at].long()
+        own = choice.own[at]
         blocks = attended.number[torch.cat([own.expand(batch, heads, -1)[..., None], some], -1)]
         every = torch.zeros_like(attended.inputs_lse).index_copy(2, attended.place, weights)
-        local = attended.place[at[here]] if choice.per_token else attended.number[own]
+        local = attended.place[at] if choice.per_token else attended.number[own]
         table[:, :, here, 1:] = listed_mass(attended.inputs, local, blocks, attended.inputs_lse, every)
         table[:, :, here, 0] = row_weights(attended.inputs, local, every)
         listed[:, :, here] = some < choice.blocks
@@ -357,12 +346,11 @@ def _dense_mass(
     mine = layout.positions(choice.rank).to(device)
     tokens = rows[:, None] if choice.per_token else rows[:, None] * size + torch.arange(size, device=device)
     flat = tokens.flatten()
-    at = torch.searchsorted(mine, flat).clamp(max=max(len(mine) - 1, 0))
-    here = (mine[at] == flat if len(mine) else torch.zeros_like(flat, dtype=torch.bool)).nonzero()[:, 0]
-    # What the holders of these queries know of them: the query, its weight, the LSE of what it kept.
+    here = torch.isin(flat, mine).nonzero()[:, 0]
+    of = torch.searchsorted(mine, flat[here])
+    # From the holders of these queries: the query, its weight, and the LSE of its selected blocks.
     known = torch.zeros(batch, heads, len(flat), width + 3, dtype=dtype, device=device)
     if len(here):
-        of = at[here]
         kept = attended.lse[:, :, of]
         facts = [weights[:, :, of], kept.nan_to_num(neginf=0.0), kept.isfinite().to(dtype)]
         known[:, :, here] = torch.cat([query[:, :, of].to(dtype), torch.stack(facts, -1)], -1)
@@ -398,32 +386,32 @@ class _DenseScores:
         batch, heads = queries.shape[:2]
         self.step = max(1, STEP // max(1, batch * heads * len(mine)))
 
-    def _of(self, begin: int) -> tuple[slice, Tensor]:
-        some = slice(begin, begin + self.step)
+    def _scores(self) -> Iterator[tuple[slice, Tensor]]:
+        """Scores of some tokens at a time (b, h, tokens, keys here)."""
         batch, heads = self.queries.shape[:2]
-        grouped = self.queries[:, :, some].reshape(batch, self.key.shape[1], -1, self.queries.shape[3])
-        scores = (self.scale * (grouped @ self.key.mT)).view(batch, heads, len(self.tokens[some]), len(self.mine))
-        if self.is_causal:
-            scores = scores.masked_fill_(self.mine > self.tokens[some, None], -torch.inf)
-        if self.padding is not None:
-            scores = scores.masked_fill_(self.padding[:, None, None], -torch.inf)
-        return some, scores
+        for begin in range(0, len(self.tokens), self.step):
+            some = slice(begin, begin + self.step)
+            grouped = self.queries[:, :, some].reshape(batch, self.key.shape[1], -1, self.queries.shape[3])
+            scores = (self.scale * (grouped @ self.key.mT)).view(batch, heads, len(self.tokens[some]), len(self.mine))
+            if self.is_causal:
+                scores = scores.masked_fill_(self.mine > self.tokens[some, None], -torch.inf)
+            if self.padding is not None:
+                scores = scores.masked_fill_(self.padding[:, None, None], -torch.inf)
+            yield some, scores
 
     def logs(self) -> Tensor:
         """LSE over the keys here (b, h, tokens)."""
-        found = self.queries.new_full(self.queries.shape[:3], -torch.inf)
-        for begin in range(0, len(self.tokens), self.step):
-            some, scores = self._of(begin)
-            found[:, :, some] = scores.logsumexp(-1)
-        return found
+        lse = self.queries.new_full(self.queries.shape[:3], -torch.inf)
+        for some, scores in self._scores():
+            lse[:, :, some] = scores.logsumexp(-1)
+        return lse
 
     def mass(self, whole: Tensor, weight: Tensor, blocks: Tensor, t: int, shape: torch.Size) -> Tensor:
         """Weighted shares of the blocks here (b, h, rows, t), zero for those elsewhere."""
-        found = weight.new_zeros(*weight.shape[:2], *shape, t)
-        flat = found.flatten(2, 3)
-        for begin in range(0, len(self.tokens), self.step):
-            some, scores = self._of(begin)
+        mass = weight.new_zeros(*weight.shape[:2], *shape, t)
+        flat = mass.flatten(2, 3)
+        for some, scores in self._scores():
             share = torch.where(scores > -torch.inf, (scores - whole[:, :, some, None]).exp(), 0.0)
             weighted = torch.where(weight[:, :, some, None] > 0, share * weight[:, :, some, None], 0.0)
             flat[:, :, some] = torch.zeros_like(flat[:, :, some]).index_add_(3, blocks, weighted)
-        return found.sum(3)
+        return mass.sum(3)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..errors import must
 from .receive_buffers import relieve
-from .transport import error_text, group_of, is_on_every_rank, out_of_memory, wire_device
+from .transport import error_text, gathered, group_of, is_on_every_rank, out_of_memory, wire_device
 
 Result = TypeVar("Result")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -141,24 +141,15 @@ def vote(failure: BaseException | None = None, group: dist.ProcessGroup | None =
     fault = isinstance(failure, RankFault) or (failure is not None and fault_of(failure) is not None)
     kind = 0 if failure is None else 3 if fault else 1 if out_of_memory(failure) else 2
     patience = AFTER_FAULT if fault else None
-    kinds = torch.cat(_gathered(torch.tensor([kind], device="cpu"), voters, patience)).tolist()
+    kinds = torch.cat(gathered(torch.tensor([kind], device="cpu"), voters, patience)).tolist()
     if not any(kinds):
         return Vote({}, False)
     text = b"" if failure is None else error_text(failure).encode()[:TEXT]
     padded = torch.frombuffer(bytearray(text.ljust(TEXT, b"\0")), dtype=torch.uint8)
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in _gathered(padded, voters, patience)]
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered(padded, voters, patience)]
     raised = [rank for rank, kind in enumerate(kinds) if kind in (1, 2)]
     listed = raised or [rank for rank, kind in enumerate(kinds) if kind]
     return Vote({rank: texts[rank] for rank in listed}, max(kinds) == 1)
-
-
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None) -> list[torch.Tensor]:
-    """The tensors of all ranks; raises after `patience`, or the group's timeout if None."""
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(every, own, group=group, async_op=True)
-    if work is not None:
-        work.wait() if patience is None else work.wait(patience)
-    return every
 
 
 def attempt(

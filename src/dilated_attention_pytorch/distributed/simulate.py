@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..kernels.dropout import fresh_seed
 from ..ops import AttentionOutput
-from ..ops.checks import autocasted
 from ..patterns import And, Causal, Dilated, Pattern
 from ..plan import own_block, plan_rows
-from .attention import Call, ScoreBias
+from .attention import Call, Inputs
 from .cost_model import Exchange, Machine, Overlap
 from .exchange import Request, Traffic, plan_exchange, request_for
 from .executor import ContextParallel, Executor
@@ -50,17 +49,18 @@ def virtual_attention(
     Each virtual rank computes from its own shard and the rows of its exchange plan only.
     """
     settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
-    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine)
-    query, key, value = autocasted(query, key, value)
+    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine, backend)
+    inputs = Inputs(query, key, value, key_padding_mask, None, bias, bias_positions).autocasted()
     if layout.world == 1 or not layout.n:
-        return call.on_one_device(query, key, value, key_padding_mask, None, ScoreBias(bias, bias_positions), backend)
+        return call.on_one_device(inputs)
+    query, key, value = inputs[:3]
     ranks = range(layout.world)
     parts = [[shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value)]
     padding = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]
-    for rank, *tensors, mask in zip(ranks, *parts, padding, strict=True):
-        call.check_shard(rank, tuple(tensors), mask)  # pyrefly: ignore[bad-argument-type]
+    for rank, *shard in zip(ranks, *parts, padding, strict=True):
+        call.check_shard(rank, Inputs(*shard))
     seed = fresh_seed(query.device) if dropout_p else None
-    terms = call.softcap or 0.0, *ScoreBias(bias, bias_positions).for_kernels(query, layout.n)
+    terms = call.softcap or 0.0, *inputs.kernel_bias(layout.n)
     settings = KernelSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed, *terms)
     transport = VirtualTransport(layout.world)
     schedules = [schedule.to(query.device) for schedule in _schedules(call.spec(query, key, value), layout)]
@@ -179,7 +179,7 @@ def forecast_rank(
 
 
 def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, size: int, is_causal: bool) -> int:
-    """Tile pairs of the queries begin .. end - 1: a tile meets the tiles of its segment, up to itself when causal."""
+    """Tile pairs of the queries begin .. end - 1: a tile sees the tiles of its segment, up to itself when causal."""
     total = 0
     for index, (segment, rate) in enumerate(pattern.branches):
         length, span = min(segment, n), rate * size
@@ -191,11 +191,11 @@ def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, s
             return own * (low + high + 2) // 2 if is_causal else own * tiles
 
         first, last = begin // length * length, (end - 1) // length * length
-        met = pairs(first) + (pairs(last) if last > first else 0)
+        seen = pairs(first) + (pairs(last) if last > first else 0)
         if last - first > length:
             # Segments in between lie inside the run, and have equal counts.
-            met += (last - first - length) // length * pairs(first + length)
-        total += met * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
+            seen += (last - first - length) // length * pairs(first + length)
+        total += seen * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
     return total
 
 
@@ -238,7 +238,7 @@ def dilated_request(
             if resolved.takes_part(index, head):
                 residue = resolved.sampled_residue(index, head)
                 for run in layout.runs(rank):
-                    # A segment between the first and the last that a run meets lies inside the run.
+                    # A segment between the first and the last of a run lies inside the run.
                     for which in {run[0] // segment, (run[1] - 1) // segment}:
                         first, end = which * segment + residue, min((which + 1) * segment, layout.n)
                         rows += [first_code + x for x in _outside(run, first, end, rate, is_causal)]

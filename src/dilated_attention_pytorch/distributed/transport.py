@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -75,13 +76,7 @@ class GroupTransport:
         received = receive_buffer(rows, sum(into))
         rows = rows.contiguous()
         work = dist.all_to_all_single(received, rows, list(into), list(out), group=self.group, async_op=True)
-        travelling = [] if work is None else [(work, rows)]
-
-        def arrive() -> list[Tensor]:
-            _finish(travelling)
-            return [received]
-
-        return Pending(arrive)
+        return _arrival([] if work is None else [(work, rows)], [received])
 
     def swap(self, outgoing: list[Messages], sources: list[dict[int, int]]) -> Pending[list[Messages]]:
         (out,), (into,) = outgoing, sources
@@ -95,14 +90,8 @@ class GroupTransport:
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         sent = [operation.tensor for operation in operations]
-        travelling = [(work, sent) for work in works]
         operations.clear()
-
-        def arrive() -> list[Messages]:
-            _finish(travelling)
-            return [got]
-
-        return Pending(arrive)
+        return _arrival([(work, sent) for work in works], [got])
 
     def highest(self, numbers: list[Tensor]) -> Tensor:
         most = numbers[0].to(self.wire)
@@ -123,17 +112,22 @@ class GroupTransport:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
-def _finish(travelling: list[tuple[dist.Work, Any]]) -> None:
-    """Wait for operations, each given with the tensors that must live until it is complete.
+def _arrival(travelling: list[tuple[dist.Work, Any]], arrived: Item) -> Pending[Item]:
+    """Result of operations, each given with the tensors that must live until it is complete.
 
     The references are dropped in any case: the frames of an error would hold them, and with them the connections of a
     broken group.
     """
-    try:
-        for work, _ in travelling:
-            work.wait()
-    finally:
-        travelling.clear()
+
+    def arrive() -> Item:
+        try:
+            for work, _ in travelling:
+                work.wait()
+        finally:
+            travelling.clear()
+        return arrived
+
+    return Pending(arrive)
 
 
 class VirtualTransport:
@@ -261,10 +255,15 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     return group_of(group).group_name
 
 
-def gathered(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The tensors of all ranks, of one shape and dtype. Collective."""
+def gathered(own: Tensor, group: dist.ProcessGroup | None, patience: timedelta | None = None) -> list[Tensor]:
+    """The tensors of all ranks, of one shape and dtype. Collective.
+
+    Raises after `patience`, or the group's timeout if None.
+    """
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
+    work = dist.all_gather(every, own, group=group, async_op=patience is not None)
+    if work is not None and patience is not None:
+        work.wait(patience)
     return every
 
 

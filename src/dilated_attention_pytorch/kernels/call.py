@@ -59,6 +59,10 @@ class AttentionCall:
     """(H,), contiguous, no wider than the LSE: a logit of each head in the denominators of the output, not of the LSE.
 
     A backward pass does not read it. It is given the LSE of these denominators, and may return `DeltaGradients`."""
+    keys_lse_grad: Tensor | None = None
+    """(B, H, N), for the backward pass of a call with a sink and a bias: gradient of the LSE of the keys alone.
+
+    Where the sink is large, that of the LSE of the denominators is far larger than what it adds to any gradient."""
 
     @property
     def device(self) -> torch.device:

@@ -99,7 +99,7 @@ def forward(call: AttentionCall) -> Forward:
     for band in _bands(call):
         # Divided by their sum: an LSE of large scores is rounded, and with it every weight.
         top = band.scores.amax(-1)
-        weights = _weights(band, torch.where(top == -torch.inf, 0.0, top))
+        weights = _weights(band, top)
         total = weights.sum(-1)
         row_lse = torch.where(top == -torch.inf, top, top + total.log())
         if call.sink is not None:
@@ -146,7 +146,8 @@ def backward(
 
 
 def _weights(band: _Band, row_lse: Tensor) -> Tensor:
-    """count * exp(score - LSE), exactly 0 for masked pairs, also in rows without a key (LSE -inf)."""
+    """count * exp(score - LSE), exactly 0 for masked pairs and in rows whose scores are all -inf (LSE -inf)."""
+    row_lse = torch.where(row_lse == -torch.inf, 0.0, row_lse)
     return torch.where(band.seen, band.count * (band.scores - row_lse[..., None]).exp(), 0.0)
 
 

@@ -9,6 +9,7 @@ sink: the weights `e^(s - total)` and `delta = rowsum(dO * O)` are then those of
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,7 @@ def backward_with_sink(
         nearer = torch.minimum(sink, lse - 0.5 * math.log(torch.finfo(lse.dtype).tiny))
         total = torch.logaddexp(lse, torch.where(has_slope, nearer, sink))
         slope = torch.where(has_slope, grad_lse * (total - lse).exp(), 0.0)
+        call = call if call.bias is None else replace(call, keys_lse_grad=grad_lse)
     grads = runner.backward(call, output, total, grad_output, slope)
     delta = grads.delta if isinstance(grads, DeltaGradients) else None
     if delta is None or slope is not None:

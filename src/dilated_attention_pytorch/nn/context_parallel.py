@@ -31,7 +31,7 @@ class Ranks:
     """The process group that shares a sequence, and the layout of its shards.
 
     In a job of several ranks the choice is explicit: a call without a process group raises, unless `ring_size=1`
-    asks for this process alone. `set_process_group` makes the same choice for a whole model.
+    selects this process alone. `set_process_group` makes the same choice for a whole model.
 
     Args:
         process_group: a process group, or a DeviceMesh of one dimension. None until `set_process_group` in a job of

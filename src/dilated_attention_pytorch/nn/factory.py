@@ -132,8 +132,8 @@ def _with_densities(
     """Config with the arguments given beside it."""
     from ..distributed.config import DistributedSparseConfig
 
-    said = {"sparsity_ratio": sparsity_ratio, "block_size": block_size}
-    given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    densities: dict[str, Any] = {"sparsity_ratio": sparsity_ratio, "block_size": block_size}
+    given = {name: value for name, value in densities.items() if value is not None}
     return replace(DistributedSparseConfig() if config is None else config, **given)
 
 

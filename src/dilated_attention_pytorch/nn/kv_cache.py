@@ -175,7 +175,7 @@ class KVCache:
         return larger
 
     def _drop(self, position: int, heads: int) -> None:
-        """Let go of what no row from `position` on sees, once that is half of what is held."""
+        """Drop the keys that no row from `position` on attends to, once they are half of the stored ones."""
         assert self._key is not None and self._value is not None
         needed = live_keys(self.pattern, self.length, position, heads)
         end = max(self.lengths)

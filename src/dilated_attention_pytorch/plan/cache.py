@@ -1,16 +1,24 @@
-"""Cache of plans by value: bounded in bytes, least recently used out first, safe between threads."""
+"""Caches: of plans by value, of tensors by stream, and of values derived from tensors while these are unchanged.
+
+The cache of plans is bounded in bytes, least recently used out first, and safe between threads.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
+from torch import Tensor
 
 from ..patterns import BlockLists, Pattern
 from .builder import make_plan, own_block
 from .plan import Plan
+
+Result = TypeVar("Result")
 
 
 class CacheInfo(NamedTuple):
@@ -105,3 +113,70 @@ class PlanCache:
 def _nbytes(pattern: Pattern) -> int:
     own = pattern.nbytes if isinstance(pattern, BlockLists) else 0
     return own + sum(map(_nbytes, pattern.children))
+
+
+def is_intercepted() -> bool:
+    """Whether transforms or dispatch modes are active, which must see torch operators and may pass fake tensors."""
+    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+
+
+class StreamCache:
+    """Values by key. On a GPU a value is valid on the stream that computes it.
+
+    A captured call does not use the cache: memory that a graph reads must not be freed with a cache entry, and values
+    that a graph computes exist only once it is replayed.
+    """
+
+    __slots__ = ("_most", "_values")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: dict[Hashable, tuple[int | None, Any]] = {}
+
+    def get(self, device: torch.device, key: Hashable, make: Callable[[], Result]) -> Result:
+        """`make()`, or the cached result of an earlier call on this stream; all are dropped for one too many."""
+        stream = None
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return make()
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+        made = self._values.get(key)
+        if made is None or made[0] != stream:
+            if len(self._values) >= self._most:
+                self._values.clear()
+            made = self._values[key] = stream, make()
+        return made[1]
+
+
+class TensorMemo(StreamCache):
+    """Cache of values that calls derive from some tensors.
+
+    A value is valid for the tensors that the memo was made with: after the first change in place that torch counts,
+    nothing is cached any more. The owner of the memo keeps the tensors. No value may refer to it or to them, so that
+    they are freed with their last user and not by the garbage collector.
+    """
+
+    __slots__ = ("_device", "_memory", "_state", "_tensors")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(16)
+        self._device = tensors[0].device
+        self._tensors = [ref(x) for x in tensors]
+        # Kept, so that no other tensor has this memory.
+        self._memory = [x.untyped_storage() for x in tensors]
+        self._state = self._now()
+
+    def _now(self) -> list[Hashable]:
+        tensors = [x() for x in self._tensors]
+        return [x if x is None else (x._version, x.data_ptr(), x.shape, x.stride()) for x in tensors]
+
+    def is_outdated(self) -> bool:
+        """Whether a tensor was changed."""
+        return self._now() != self._state
+
+    def derive(self, name: Hashable, make: Callable[[], Result]) -> Result:
+        """`make()`, or the cached result of an earlier call on this stream."""
+        if self.is_outdated():
+            self._values.clear()
+            return make()
+        return self.get(self._device, name, make)

@@ -79,11 +79,15 @@ class Walk:
     full: Tensor
     """int32 [F]"""
     partial: Tensor
-    """int32 [P]"""
+    """int32 [P]; `full` itself if both kinds are stored together"""
     mask: Tensor
     """int32 [P]: index into `Masks`"""
     order: Tensor
     """int32 [C * T]: rows in the order a scheduler should start them, heavy ones first, neighbours together"""
+
+    def lists(self) -> Tensor:
+        """Stored whole tiles, partial tiles and masks in one tensor; the tiles once if they are one tensor."""
+        return torch.cat([self.full, *([] if self.partial is self.full else [self.partial]), self.mask])
 
     def counts(self) -> tuple[Tensor, Tensor]:
         """Entries met whole and in part by each row, int64 [C * T] each."""
@@ -95,13 +99,13 @@ class Walk:
         whole, part = self.counts()
         table = self.rows.long()
         parts = []
-        for count, begin, base, column in (
-            (whole, FULL_BEGIN, FULL_BASE, self.full),
-            (part, PARTIAL_BEGIN, PARTIAL_BASE, self.partial),
+        for count, begin, base, column, masks in (
+            (whole, FULL_BEGIN, FULL_BASE, self.full, None),
+            (part, PARTIAL_BEGIN, PARTIAL_BASE, self.partial, self.mask),
         ):
             row, slot = ranges(table[:, begin], count)
             tile = table[row, base] + column[slot]
-            mask = torch.full_like(slot, -1) if column is self.full else self.mask[slot].long()
+            mask = torch.full_like(slot, -1) if masks is None else masks[slot].long()
             parts.append((row, tile, mask))
         row, tile, mask = (torch.cat(pair) for pair in zip(*parts, strict=True))
         order = torch.argsort(row, stable=True)
@@ -204,6 +208,10 @@ class DeviceTables:
     """Some tile may reach past the end of its segment."""
     bits: bool
     """Some mask may not be a band."""
+    memo: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """Values derived from what all plans with this object share: heads, masks and stored lists, not rows of walks"""
+
+    __reduce__ = rebuild
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -57,9 +57,13 @@ def join_walks(walks: list[Walk]) -> Walk:
 def start_order(table: Tensor) -> Tensor:
     """Rows in the order a scheduler should start them."""
     counts = table[:, FULL_END] - table[:, FULL_BEGIN] + table[:, PARTIAL_END] - table[:, PARTIAL_BEGIN]
+    return torch.argsort(weight(counts), descending=True, stable=True).to(torch.int32)
+
+
+def weight(counts: Tensor) -> Tensor:
+    """Weight by which rows of so many entries are started, float32 integers, the heaviest first."""
     # Buckets a factor of sqrt(2) wide: heavy rows start first, yet neighbours, which share keys, stay together.
-    bucket = (2 * torch.log2(counts.clamp(min=1).float())).round()
-    return torch.argsort(bucket, descending=True, stable=True).to(torch.int32)
+    return (2 * torch.log2(counts.clamp(min=1).float())).round()
 
 
 def _store(row: Tensor, tile: Tensor, mask: Tensor | None, bases: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from ..kernels.call import AttentionCall, Forward, Gradients, Runner, empty_rows
 from ..kernels.dropout import shifted
 from ..kernels.registry import can_prepare, can_run, choose, preference, prepared
 from ..ops.merge import shares_of
+from ..plan.cache import Result
 from ..plan.plan import Plan
 from .plan import block_plan, dense_plan, token_plan
-from .types import Gathered, Result, Selection
+from .types import Gathered, Selection
 
 GATHERED, GPU_ROOM, OF_TENSORS = 64 * 2**20, 16, 10
 """Bytes of gathered rows up to which a call runs whole, and their multiple on a GPU. A larger call runs in chunks of a
@@ -63,6 +64,12 @@ class CallChoices:
     implementation: type[BlockAttend | TokenAttend] | None = None
     backend: tuple[str, Runner] | None = None
     """Name and runner of the backend of plans whose sizes follow from the layout"""
+    _derived: dict[Hashable, Any] = field(default_factory=dict)
+
+    def derive(self, name: Hashable, make: Callable[[], Result]) -> Result:
+        """`make()`, or its cached result: a value that follows from the layout and the settings."""
+        made = self._derived.get(name)
+        return self._derived.setdefault(name, make()) if made is None else made
 
     def choose(self, call: AttentionCall, backend: str) -> tuple[str, Runner]:
         """`registry.choose` of the first of these calls, prepared if the backend can prepare calls."""
@@ -248,9 +255,11 @@ class RowChunk(NamedTuple):
         return x if self.is_whole else x[self.samples, self.key_heads]
 
 
-def by_list(x: Tensor, lists: Tensor) -> Tensor:
-    """(b, h, n, ...) as (b, s, heads of a list, n, ...), for lists (b, s, ...)."""
-    return x.view(len(x), lists.shape[1], -1, *x.shape[2:])
+def by_list(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(b, h, n, ...) and rows of lists (b, s, n, ...) as views that broadcast together."""
+    if rows.shape[1] in (1, x.shape[1]):
+        return x, rows
+    return x.view(x.shape[0], rows.shape[1], -1, *x.shape[2:]), rows[:, :, None]
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -305,7 +314,7 @@ class TokenAttend(Attend):
     piece: GatheredHeads | None = field(default=None, init=False)
     """All choices, if they are a single piece"""
     hidden: Tensor | None = field(default=None, init=False)
-    """bool (b, s, 1, n): rows that do not see the shared blocks, if not all do"""
+    """bool (b, s, n): rows that do not see the shared blocks, if not all do"""
 
     def shared_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         """Call of the blocks that all rows share."""
@@ -323,10 +332,12 @@ class TokenAttend(Attend):
             return self._join(call, Forward(output, lse))
         shared, rows = self._runner(call).forward(call), self.selection.sharing_rows
         if rows is not None:
-            self.hidden = self._derive("hidden", lambda: ~rows[:, :, None])
-            by_list(shared.lse, rows).masked_fill_(self.hidden, -torch.inf)
+            self.hidden = self._derive("hidden", lambda: ~rows)
+            own, hidden = by_list(shared.lse, self.hidden)
+            own.masked_fill_(hidden, -torch.inf)
             if not self._skips_hidden():
-                by_list(shared.output, rows).masked_fill_(self.hidden[..., None], 0.0)
+                own, hidden = by_list(shared.output, self.hidden[..., None])
+                own.masked_fill_(hidden, 0.0)
         return self._join(call, shared)
 
     def _skips_hidden(self) -> bool:
@@ -357,13 +368,15 @@ class TokenAttend(Attend):
             return self._add(call, shared, output, lse, grad_output, grad_lse)
         rows, shared_lse = self.selection.sharing_rows, lse
         if rows is not None:
-            self.hidden = ~rows[:, :, None] if self.hidden is None else self.hidden
+            self.hidden = ~rows if self.hidden is None else self.hidden
             # An LSE of infinity makes every weight of a row 0.
-            shared_lse = by_list(lse, rows).masked_fill(self.hidden, torch.inf).view_as(lse)
+            own, hidden = by_list(lse, self.hidden)
+            shared_lse = own.masked_fill(hidden, torch.inf).view(lse.shape)
         shared = self._runner(call).backward(call, output, shared_lse, grad_output, grad_lse)
         if rows is not None and self.hidden is not None and self.host_sync:
             # On the CPU a NaN stays in the rows that see it.
-            by_list(shared.query, rows).masked_fill_(self.hidden[..., None], 0.0)
+            own, hidden = by_list(shared.query, self.hidden[..., None])
+            own.masked_fill_(hidden, 0.0)
         return self._add(call, shared, output, lse, grad_output, grad_lse)
 
     def _most_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:

@@ -6,6 +6,7 @@ batch and computes their gradients. `why_not` decides about every step; a step r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -78,6 +79,11 @@ class Workload(NamedTuple):
     """Whether scores need a graph, because gradients other than those of distillation reach them"""
     streams: int = 1
     """Samples times heads"""
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles, or interprets, kernels for a device."""
+    return triton_backend.installed() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def why_not(step: str, work: Workload) -> str | None:

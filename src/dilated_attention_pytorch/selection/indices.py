@@ -16,7 +16,6 @@ from ..ops.checks import check_bounds, validate_cu_seqlens
 from ..ops.operators import join_batch
 from ..plan.documents import row_bounds
 from . import backend as implementations
-from .scores import is_intercepted
 from .types import Selection, shared_blocks, with_memo
 
 GRANULARITIES = (16, 32, 64, 128, 256)
@@ -26,8 +25,8 @@ ROWS_PER_ENTRY = 64
 """Rows for each entry of a row from which a sorting network is faster than `torch.sort` on the CPU."""
 NORMALISED = 2**24
 """Entries that are sorted at a time: each takes about 30 bytes."""
-MOST_CACHED, LONGEST_CACHED = 64, 2**14
-"""Most cached limits of rows, and most rows of one."""
+LONGEST_COMPARED = 128
+"""Entries of a row up to which a kernel makes the normal form: it compares all pairs of them."""
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _library.define(
@@ -103,42 +102,6 @@ def _within(counts: Tensor, entries: int) -> Tensor:
     return torch.arange(entries, device=counts.device) < counts[..., None]
 
 
-RowLimits = tuple[Tensor, Tensor | None, Tensor]
-"""Block of each row (r), last block that may be listed for it (r), None for any, and the number of blocks, a scalar."""
-_limits: dict[tuple[object, ...], RowLimits] = {}
-
-
-def _row_limits(
-    device: torch.device, dtype: torch.dtype, rows: int, by_row: int, blocks: int, after: int | None
-) -> RowLimits:
-    """Limits of rows of which `by_row` share a block; `after` is the distance of the last block before the own."""
-    own = torch.arange(rows, dtype=dtype, device=device)
-    own = own if by_row == 1 else own // by_row
-    last = None if after is None else own - after if after else own
-    return own, last, torch.full((), blocks, dtype=dtype, device=device)
-
-
-def _limits_of(indices: Tensor, *sizes: Any) -> RowLimits:
-    """`_row_limits`, cached by stream.
-
-    A captured call does not use the cache: memory that a graph reads must not be freed with a cache entry. Nor does a
-    call that dispatch modes or transforms see, whose tensors may be fake.
-    """
-    device, stream = indices.device, None
-    if is_intercepted() or (indices.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _row_limits(device, indices.dtype, *sizes)
-    if indices.is_cuda:
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-    limits = _limits.get((stream, device, indices.dtype, *sizes))
-    if limits is None:
-        limits = _row_limits(device, indices.dtype, *sizes)
-        if len(limits[0]) <= LONGEST_CACHED:
-            if len(_limits) >= MOST_CACHED:
-                _limits.clear()
-            _limits[stream, device, indices.dtype, *sizes] = limits
-    return limits
-
-
 def normalise_indices(
     indices: Tensor,
     counts: Tensor | None,
@@ -146,17 +109,14 @@ def normalise_indices(
     last: Tensor | None = None,
     first: Tensor | int = 0,
     *,
-    unlisted: Tensor | int | None = None,
     host_sync: bool = False,
 ) -> Tensor:
     """Sorted lists without duplicates, int32 (b, s, r, min(max(k, 1), blocks)): unused entries are `blocks`, the last.
 
     Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` (r), which are below `blocks`, and
-    before `first` (r, or one for all rows), which are not negative. `unlisted` may be `blocks` as a scalar tensor,
-    which saves a launch. Nothing is read back, unless `host_sync` allows it: then rows are sorted and compacted only
-    where their values require it.
+    before `first` (r, or one for all rows), which are not negative. Nothing is read back, unless `host_sync` allows it:
+    then rows are sorted and compacted only where their values require it.
     """
-    unlisted = blocks if unlisted is None else unlisted
     if indices.numel() > NORMALISED and indices.shape[-2] > 1:
         made = indices.new_empty((*indices.shape[:-1], min(max(indices.shape[-1], 1), blocks)), dtype=torch.int32)
         step = max(1, NORMALISED * indices.shape[-2] // indices.numel())
@@ -164,15 +124,15 @@ def normalise_indices(
             rows = slice(begin, begin + step)
             given = indices[..., rows, :], None if counts is None else counts[..., rows], blocks
             limits = None if last is None else last[rows], first[rows] if isinstance(first, Tensor) else first
-            made[..., rows, :] = normalise_indices(*given, *limits, unlisted=unlisted, host_sync=host_sync)
+            made[..., rows, :] = normalise_indices(*given, *limits, host_sync=host_sync)
         return made
-    listed = indices.clamp(max=blocks) if last is None else indices.where(indices <= last[:, None], unlisted)
+    listed = indices.clamp(max=blocks) if last is None else indices.masked_fill(indices > last[:, None], blocks)
     if isinstance(first, Tensor):
-        listed = listed.where(listed >= first[:, None], unlisted)
+        listed = listed.masked_fill(listed < first[:, None], blocks)
     else:
         listed = torch.threshold(listed, first - 1, blocks)
     if counts is not None:
-        listed = listed.where(_within(counts, indices.shape[-1]), unlisted)
+        listed = listed.masked_fill(~_within(counts, indices.shape[-1]), blocks)
     listed = listed.int()
     if not listed.shape[-1]:
         return listed.new_full((*listed.shape[:-1], 1), blocks)
@@ -295,14 +255,13 @@ def normal_form(
 ) -> Selection:
     """`make_selection` of arguments that have been checked; attention does not need the counts of the result."""
     settings = cu_seqlens, n, granularity, is_causal, local_blocks, sink_blocks
+    bounds = None if cu_seqlens is None else row_bounds(cu_seqlens, n, is_causal)
     if is_observed(indices):
         listed, many, own = torch.ops.dilated_attention.normal_lists(indices, counts, *settings)
     else:
-        listed, own = _lists(indices, counts, *settings)
-        many = _count(listed, -(-n // granularity)) if is_counted else listed.new_empty(0)
+        listed, many, own = _lists(indices, counts, *settings, is_counted, bounds)
     per_token, group = _is_per_token(indices, n, granularity), heads // indices.shape[1]
-    if cu_seqlens is not None:
-        bounds = row_bounds(cu_seqlens, n, is_causal)
+    if bounds is not None:
         return Selection(listed, many, n, granularity, False, per_token, 0, 0, None, bounds, group)
     splits = _splits_own(per_token, is_causal, local_blocks)
     near, sharing = ((1, 0), own) if splits else ((local_blocks, sink_blocks), None)
@@ -331,14 +290,9 @@ def _normal_lists(
     sink_blocks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Selection.indices`, `counts` and, where the own block is split off, `sharing_rows`."""
-    listed, sharing = _lists(indices, counts, cu_seqlens, n, granularity, is_causal, local_blocks, sink_blocks)
-    sharing = indices.new_empty(0, dtype=torch.bool) if sharing is None else sharing
-    return listed, _count(listed, -(-n // granularity)), sharing
-
-
-def _count(listed: Tensor, blocks: int) -> Tensor:
-    """Blocks of each list."""
-    return (listed < blocks).sum(-1, dtype=torch.int32)
+    near = local_blocks, sink_blocks
+    listed, many, sharing = _lists(indices, counts, cu_seqlens, n, granularity, is_causal, *near, True)
+    return listed, many, indices.new_empty(0, dtype=torch.bool) if sharing is None else sharing
 
 
 def _lists(
@@ -350,35 +304,51 @@ def _lists(
     is_causal: bool,
     local_blocks: int,
     sink_blocks: int,
-) -> tuple[Tensor, Tensor | None]:
-    """`Selection.indices` and, where the own block is split off, `sharing_rows`."""
+    is_counted: bool,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`Selection.indices`, `counts` if they are needed, and where the own block is split off, `sharing_rows`.
+
+    `bounds` are the `row_bounds` of `cu_seqlens`, if known.
+    """
     rows, blocks, per_token = indices.shape[2], -(-n // granularity), _is_per_token(indices, n, granularity)
+    splits = cu_seqlens is None and _splits_own(per_token, is_causal, local_blocks)
+    by_row, near = granularity if per_token else 1, 1 if splits else local_blocks
     host_sync = implementations.allows_host_sync(indices.device)
+    if not host_sync and cu_seqlens is None and _fits_kernel(indices):
+        from .kernels.normal_lists import normal_lists
+
+        return normal_lists(indices, counts, blocks, by_row, sink_blocks, near, is_causal, splits, is_counted)
     if host_sync:
         validate_indices(indices, blocks, counts)
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, n)
-    sharing, unlisted = None, None
-    last: Tensor | None = None
+    sharing, last = None, None
     first: Tensor | int = sink_blocks
     if cu_seqlens is not None:
-        bounds = row_bounds(cu_seqlens, n, is_causal)
+        bounds = row_bounds(cu_seqlens, n, is_causal) if bounds is None else bounds
         first, last = bounds[:, 0], bounds[:, 1] - 1
         if not per_token:
             ends = (torch.arange(1, blocks + 1, device=indices.device) * granularity).clamp(max=n) - 1
             first, last = first[::granularity], last[ends]
         first, last = first // granularity, last // granularity
     elif is_causal or local_blocks:
-        splits = _splits_own(per_token, is_causal, local_blocks)
-        after = (1 if splits else local_blocks) if is_causal else None
-        own, last, unlisted = _limits_of(indices, rows, granularity if per_token else 1, blocks, after)
+        own = torch.arange(rows, dtype=indices.dtype, device=indices.device) // by_row
+        last = own - near if is_causal else None
         if splits:
             mine = indices == own[:, None]
             sharing = (mine if counts is None else mine & _within(counts, indices.shape[-1])).any(-1)
         elif not is_causal:
             indices = indices.masked_fill((indices - own[:, None]).abs() < local_blocks, -1)
-    listed = normalise_indices(indices, counts, blocks, last, first, unlisted=unlisted, host_sync=host_sync)
-    return listed, sharing
+    listed = normalise_indices(indices, counts, blocks, last, first, host_sync=host_sync)
+    many = (listed < blocks).sum(-1, dtype=torch.int32) if is_counted else listed.new_empty(0)
+    return listed, many, sharing
+
+
+def _fits_kernel(indices: Tensor) -> bool:
+    """Whether a kernel can make the normal form: lists are short, and numbered in 32 bits."""
+    is_short = 0 < indices.shape[3] <= LONGEST_COMPARED and 0 < indices.numel() < 2**31
+    return is_short and implementations.runs_kernels(indices.device)
 
 
 @torch.library.register_fake("dilated_attention::normal_lists", lib=_library)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..kernels.cpu import native
 from ..kernels.dropout import GOLDEN, WORD, mix
-from .scores import BlockScores, is_intercepted
+from ..plan.cache import is_intercepted
+from .scores import BlockScores
 from .types import shared_blocks
 
 

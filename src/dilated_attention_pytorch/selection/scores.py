@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.cpu import native
+from ..plan.cache import is_intercepted
 from .summaries import CHUNK, BlockSummaries
 from .types import Factors, ScoreInputs, SelectionSettings
 
@@ -257,11 +258,6 @@ def rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """
     halves, power = scaled_halves(x, dims)
     return halves.to(x.dtype).ldexp(power)
-
-
-def is_intercepted() -> bool:
-    """Whether transforms or dispatch modes are active, which must see torch operators and may pass fake tensors."""
-    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
 
 
 def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:

@@ -7,20 +7,18 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..plan.cache import TensorMemo
 from ..plan.plan import Plan, rebuild
 
 if TYPE_CHECKING:
     from .rank import Budget
-
-Result = TypeVar("Result")
 
 
 class SelectionSettings(NamedTuple):
@@ -37,41 +35,6 @@ class SelectionSettings(NamedTuple):
     """Tokens of a query sub-block: a whole block where rows are tokens."""
     local_blocks: int
     sink_blocks: int
-
-
-class ListsMemo:
-    """Cache of values that calls derive from the lists of a selection.
-
-    A value is valid for the lists that the selection was made with: after the first change in place that torch counts,
-    nothing is cached any more. On a GPU a value is valid on the stream that computes it. A captured call does not use
-    the cache, because it reads the lists again whenever it is replayed. No value may refer to the selection, so that it
-    is freed with its last user and not by the garbage collector.
-    """
-
-    __slots__ = ("_device", "_tensors", "_values", "_versions")
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors, self._device = tensors, tensors[0].device
-        self._versions = self._now()
-        self._values: dict[Hashable, tuple[int | None, Any]] = {}
-
-    def _now(self) -> list[tuple[int, int]]:
-        return [(x._version, x.data_ptr()) for x in self._tensors]
-
-    def derive(self, name: Hashable, make: Callable[[], Result]) -> Result:
-        """`make()`, or the cached result of an earlier call on this stream."""
-        stream = None
-        if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return make()
-            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if self._now() != self._versions:
-            self._values.clear()
-            return make()
-        made = self._values.get(name)
-        if made is None or made[0] != stream:
-            made = self._values[name] = stream, make()
-        return made[1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,7 +65,7 @@ class Selection:
     Given for packed documents of a batch of one, without shared blocks and without `is_causal`, which they contain."""
     group: int = 1
     """Query heads that share each of the s lists of a row"""
-    memo: ListsMemo | None = field(default=None, init=False, repr=False)
+    memo: TensorMemo | None = field(default=None, init=False, repr=False)
     """Not part of copies and pickles; None if nothing is cached, see `with_memo`"""
 
     __reduce__ = rebuild
@@ -169,7 +132,7 @@ def with_memo(selection: Selection) -> Selection:
     tensors = [x for x in lists if x is not None]
     captured = selection.indices.is_cuda and torch.cuda.is_current_stream_capturing()
     if not captured and not any(x.is_inference() for x in tensors):
-        object.__setattr__(selection, "memo", ListsMemo(*tensors))
+        object.__setattr__(selection, "memo", TensorMemo(*tensors))
     return selection
 
 

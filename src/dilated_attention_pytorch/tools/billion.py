@@ -69,7 +69,7 @@ def sample_rows(pattern: Dilated, n: int, heads: int, count: int) -> list[int]:
             rows |= {begin + residue for residue in residues}
             rows |= {begin + residue + (end - begin - 1 - residue) // rate * rate for residue in residues}
     count = min(count, n)
-    # Even steps alone would share their factors with the rates, and so meet few residues.
+    # Even steps alone would share their factors with the rates, and so cover few residues.
     rows |= {i * n // count + scramble(i) % max(n // count, 1) for i in range(count)}
     return sorted(row for row in rows if 0 <= row < n)
 

@@ -36,7 +36,6 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--faint); white-space: nowrap; }
 .words { text-align: left; } .wrapped { white-space: normal; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
-pre { font: 12px/1.1 ui-monospace, monospace; overflow-x: auto; }
 code { font: .9em ui-monospace, monospace; } a { color: var(--line0); } nav a { margin-right: 1rem; }
 figure { margin: 1.5rem 0; } figcaption { color: var(--soft); }
 .grid { stroke: var(--faint); } .ideal { stroke-dasharray: 6 5; }
@@ -74,14 +73,7 @@ class Chart:
     svg: str
 
 
-@dataclass(frozen=True)
-class Preformatted:
-    """Preformatted text."""
-
-    text: str
-
-
-Part = str | Heading | Table | Chart | Preformatted
+Part = str | Heading | Table | Chart
 """Text is a paragraph, in which `code`, **bold** and [pages beside it](page.html) are marked as in Markdown."""
 
 
@@ -96,9 +88,6 @@ def as_markdown(title: str, parts: Iterable[Part], beside: str = "") -> str:
                 written.append(markdown(part))
             case Chart():
                 written.append(f"![{_escaped(part.title)}]({beside}{part.name}.svg)")
-            case Preformatted():
-                fence = "`" * max(3, 1 + max(map(len, re.findall("`+", part.text)), default=0))
-                written.append(f"{fence}\n{part.text}\n{fence}")
             case _:
                 lines = [line for given in part.splitlines() for line in wrapped(_escaped(given)).splitlines()]
                 written.append("\n".join(re.sub(r"^(?=[#>+=~-]|\d+[.)] )", r"\\", line) for line in lines))
@@ -127,8 +116,6 @@ def as_html(title: str, parts: Iterable[Part]) -> str:
             case Chart():
                 caption = f"<figcaption>{escape(part.title)}</figcaption>"
                 written.append(f'<figure>{caption}\n<div class="scroll">{part.svg}</div></figure>')
-            case Preformatted():
-                written.append(f"<pre>{escape(part.text)}</pre>")
             case _:
                 written.append(f"<p>{_marked(part)}</p>")
     return page(title, written)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +22,6 @@ SYNTHETIC = 1024
 BYTES = 256
 
 
-class Drawing(NamedTuple):
-    """Selected block pairs of a head."""
-
-    title: str
-    n: int
-    cell: int
-    """Tokens along a cell, a multiple of the block size."""
-    share: list[list[float]]
-    """Share of kept pairs in each cell."""
-
-
 def draw_learned(
     checkpoint: Path,
     layer: int,
@@ -41,8 +30,11 @@ def draw_learned(
     n: int | None,
     width: int,
     settings: Mapping[str, Any] | None,
-) -> Drawing:
-    """Selection of one head of one layer for an input, in at most `width` x `width` cells."""
+) -> tuple[str, int, int, list[list[float]]]:
+    """Selection of one head of one layer for an input, in at most `width` x `width` cells.
+
+    Returns a title, the tokens, the tokens along a cell, and the share of kept pairs in each cell.
+    """
     layers, state = load_adaptive(checkpoint, settings)
     if not 0 <= layer < len(layers):
         named = ", ".join(f"{index} ({one.name or 'the model itself'})" for index, one in enumerate(layers))
@@ -57,7 +49,7 @@ def draw_learned(
     coverage = f"{float(pattern.density):.0%} of blocks hold {float(pattern.captured):.0%} of attention"
     title = f"{checkpoint.name} layer {layer}" + (f" ({selected.name})" if selected.name else "")
     cell, share = _cells(pattern, head, width)
-    return Drawing(f"{title} on {about}, {coverage}", pattern.selection.n, cell, share)
+    return f"{title} on {about}, {coverage}", pattern.selection.n, cell, share
 
 
 def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[list[float]]]:

@@ -179,25 +179,25 @@ def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int)
 
 def suggestions(report: dict[str, Any]) -> list[str]:
     """Advice for a forecast that does not fit."""
-    said = []
+    advice = []
     free, shape = report["free_bytes"], report["shape"]
     if not report["fits"]["training"]:
         if report["fits"]["forward"]:
-            said.append("A forward under torch.no_grad() fits; training does not.")
+            advice.append("A forward under torch.no_grad() fits; training does not.")
         most = report["longest"]["training"]
         if most:
-            said.append(f"Training fits up to about {most:,} tokens{' on one device' * (shape['ranks'] > 1)}.")
+            advice.append(f"Training fits up to about {most:,} tokens{' on one device' * (shape['ranks'] > 1)}.")
         if shape["dtype"] in ("float32", "float64") and shape["device"] == "cuda":
-            said.append("--dtype bf16 halves q, k, v, the output and their gradients.")
+            advice.append("--dtype bf16 halves q, k, v, the output and their gradients.")
         if shape["key_heads"] == shape["heads"] > 1:
-            said.append("Fewer key heads (--key-heads) shrink k, v and their gradients.")
+            advice.append("Fewer key heads (--key-heads) shrink k, v and their gradients.")
         ranks = max(-(-report["peak_bytes"]["training"] // max(free, 1)), shape["ranks"] + 1)
-        said.append(f"From {ranks} devices like this one on, each rank's own share fits (--ranks {ranks}).")
+        advice.append(f"From {ranks} devices like this one on, each rank's own share fits (--ranks {ranks}).")
     if report["density"] > 0.5:
-        said.append(f"Density {report['density']:.0%}: dense attention costs about the same; see `dap tune`.")
+        advice.append(f"Density {report['density']:.0%}: dense attention costs about the same; see `dap tune`.")
     if report["seconds"] is None:
-        said.append("No time is predicted before `dap tune` has measured this machine.")
-    return said
+        advice.append("No time is predicted before `dap tune` has measured this machine.")
+    return advice
 
 
 def show(report: dict[str, Any]) -> None:

@@ -26,13 +26,13 @@ STYLE = (
 
 
 class Map(NamedTuple):
-    """A pattern of one head cut into square cells."""
+    """A pattern, or the blocks that a layer selects, of one head cut into square cells."""
 
     title: str
     n: int
     head: int
     cell: int
-    """Tokens along a cell."""
+    """Tokens along a cell; for a layer a multiple of the block size."""
     share: list[list[float]]
     """Share of allowed pairs in each cell (of computed pairs beyond `EXACT_TOKENS`)."""
 
@@ -199,7 +199,8 @@ def draw(options: argparse.Namespace) -> None:
 
         settings = read_settings(options.settings)
         drawn = draw_learned(learned, options.layer or 0, options.head, options.input, n, cells, settings)
-        maps, n = [Map(drawn.title, drawn.n, options.head, drawn.cell, drawn.share)], drawn.n
+        title, n, cell, share = drawn
+        maps = [Map(title, n, options.head, cell, share)]
     texts = [text for text in (pattern, options.beside) if text is not None]
     length, many = n or 1024, options.heads or (4 if learned is None else max(4, options.head + 1))
     maps += [draw_map(text, length, many, options.head, cells) for text in texts]

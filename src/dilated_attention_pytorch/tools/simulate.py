@@ -93,7 +93,8 @@ def simulate(
         sample: ranks to plan in each world, spread evenly; 0 for all.
         machine: what the times assume.
     """
-    from ..distributed import Machine
+    from ..distributed import Machine, SequenceLayout, forecast_rank
+    from ..distributed.butterfly import messages, why_no_butterfly
     from ..patterns import Causal
 
     dtype = dtype_name(dtype)
@@ -102,8 +103,42 @@ def simulate(
     whole = pattern_of(pattern, n, first)
     whole = (whole & Causal() if is_causal else whole).resolve(n, heads)
     row_bytes = 2 * batch * head_dim * DTYPES[dtype]
-    options = (heads, key_heads or heads, head_dim, batch, row_bytes, sample, machine or Machine())
-    return [_world(whole, n, world, *options) for world in worlds]
+    key_heads, machine = key_heads or heads, machine or Machine()
+
+    def planned(world: int) -> World:
+        if world > n:
+            raise must(f"there must be at most {n} ranks, one per token", world)
+        layout = SequenceLayout.contiguous(n, world)
+        step = max(1, (world - 1) // max(sample - 1, 1)) if sample else 1
+        looked_at = range(0, world, step)[: sample or world]
+        forecasts = [forecast_rank(whole, layout, rank, heads, key_heads) for rank in looked_at]
+        received = [one.rows * row_bytes for one in forecasts]
+        own = max(layout.lengths)
+        local = own * key_heads * row_bytes
+        ring = (n - min(layout.lengths)) * key_heads * row_bytes
+        work = [one.flops for one in forecasts]
+        rounds = messages(whole, layout) if why_no_butterfly(whole, layout) is None else None
+        peers = max(one.peers for one in forecasts)
+        is_past = max(received) > local
+        return World(
+            ranks=world,
+            tokens_a_rank=own,
+            looked_at=len(forecasts),
+            bytes_received=max(received),
+            bytes_received_mean=sum(received) / len(received),
+            messages=peers,
+            butterfly_messages=rounds,
+            memory_bytes=local + max(received),
+            balance=max(work) / (sum(work) / len(work)) if any(work) else 1.0,
+            ring_bytes=ring,
+            all_gather_memory_bytes=n * key_heads * row_bytes,
+            compute_seconds=batch * max(work) * head_dim / machine.flops,
+            exchange_seconds=machine.transfer(max(received), peers if rounds is None else min(peers, rounds)),
+            ring_seconds=machine.transfer(ring, world - 1),
+            note="a rank fetches more than it holds: past the useful limit, use fewer ranks" if is_past else None,
+        )
+
+    return [planned(world) for world in worlds]
 
 
 def pattern_of(text: str, n: int, first: int) -> Pattern:
@@ -116,84 +151,28 @@ def pattern_of(text: str, n: int, first: int) -> Pattern:
     return Dilated(tuple(first * 2**i for i in range(levels)), tuple(2**i for i in range(levels)))
 
 
-def _world(
-    pattern: Pattern,
-    n: int,
-    world: int,
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    batch: int,
-    row_bytes: int,
-    sample: int,
-    machine: Machine,
-) -> World:
-    from ..distributed import SequenceLayout, forecast_rank
-    from ..distributed.butterfly import messages, why_no_butterfly
+def execute(pattern: Pattern, n: int, world: int, heads: int, head_dim: int, rows: int = 64) -> dict[str, Any]:
+    """Run every rank in this process, one after another, in float32, and check rows against float64.
 
-    if world > n:
-        raise must(f"there must be at most {n} ranks, one per token", world)
-    layout = SequenceLayout.contiguous(n, world)
-    step = max(1, (world - 1) // max(sample - 1, 1)) if sample else 1
-    looked_at = range(0, world, step)[: sample or world]
-    forecasts = [forecast_rank(pattern, layout, rank, heads, key_heads) for rank in looked_at]
-    received = [one.rows * row_bytes for one in forecasts]
-    own = max(layout.lengths)
-    local = own * key_heads * row_bytes
-    ring = (n - min(layout.lengths)) * key_heads * row_bytes
-    work = [one.flops for one in forecasts]
-    compute = batch * max(work) * head_dim / machine.flops
-    rounds = messages(pattern, layout) if why_no_butterfly(pattern, layout) is None else None
-    peers = max(one.peers for one in forecasts)
-    exchange = machine.transfer(max(received), peers if rounds is None else min(peers, rounds))
-    note = None
-    if max(received) > local:
-        note = "a rank fetches more than it holds: past the useful limit, use fewer ranks"
-    return World(
-        ranks=world,
-        tokens_a_rank=own,
-        looked_at=len(forecasts),
-        bytes_received=max(received),
-        bytes_received_mean=sum(received) / len(received),
-        messages=peers,
-        butterfly_messages=rounds,
-        memory_bytes=local + max(received),
-        balance=max(work) / (sum(work) / len(work)) if any(work) else 1.0,
-        ring_bytes=ring,
-        all_gather_memory_bytes=n * key_heads * row_bytes,
-        compute_seconds=compute,
-        exchange_seconds=exchange,
-        ring_seconds=machine.transfer(ring, world - 1),
-        note=note,
-    )
-
-
-def execute(
-    pattern: Pattern, n: int, world: int, heads: int, head_dim: int, rows: int = 64, seed: int = 0
-) -> dict[str, Any]:
-    """Run every rank in this process, one after another, and check rows against float64: `rows`, `error`, `seconds`.
-
-    `error` is the largest error over its rounding bound; at most 1 is right.
-
-    Tensors are float32 on the CPU. Un-needed rows cannot help: a rank sees its shard and what its exchange brings.
+    `error` is the largest error over its rounding bound; at most 1 is right. A rank reads its shard and the rows of its
+    exchange only.
     """
     import time
 
     import torch
 
     from ..distributed import SequenceLayout, virtual_attention
-    from .bench.gate import Computed, error_ratio
-    from .bench.gate import sample as sampled
+    from .bench.gate import Computed, error_ratio, sample
 
     if world > 256 or n > 2**22:
         raise must("execution must have at most 256 ranks and 4M tokens", f"{world} ranks and {n} tokens")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, n, head_dim, generator=generator) for _ in range(3))
     began = time.perf_counter()
     with torch.no_grad():
         output, lse = virtual_attention(query, key, value, pattern, SequenceLayout.contiguous(n, world))
     seconds = time.perf_counter() - began
-    checked = sampled(n, rows, seed)
+    checked = sample(n, rows)
     error = error_ratio(Computed(query, key, value, output, lse), pattern, checked, [0, heads - 1])
     return {"ranks": world, "tokens": n, "rows": len(checked), "error": error, "seconds": seconds}
 
@@ -260,6 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(worlds: list[World], n: int, pattern: str, machine: Machine, executed: dict[str, Any] | None) -> None:
+    from .html_page import readable_bytes, seconds_text
+
     print_title(f"{n:,} tokens, {pattern}: one layer, forward, the rank with most")
     header = (
         "ranks",
@@ -277,12 +258,12 @@ def _show(worlds: list[World], n: int, pattern: str, machine: Machine, executed:
             (
                 f"{w.ranks:,}",
                 f"{w.tokens_a_rank:,}",
-                _size(w.bytes_received),
+                readable_bytes(w.bytes_received),
                 str(w.messages) if w.butterfly_messages is None else f"{w.messages} or {w.butterfly_messages}",
-                _size(w.memory_bytes),
+                readable_bytes(w.memory_bytes),
                 f"{w.balance:.2f}",
-                _size(w.ring_bytes),
-                _size(w.all_gather_memory_bytes),
+                readable_bytes(w.ring_bytes),
+                readable_bytes(w.all_gather_memory_bytes),
             )
             for w in worlds
         ],
@@ -291,7 +272,7 @@ def _show(worlds: list[World], n: int, pattern: str, machine: Machine, executed:
     print_title(f"A model, not a measurement: {machine}")
     print_table(
         ("ranks", "compute", "exchange", "ring exchange"),
-        [(f"{w.ranks:,}", *map(_time, (w.compute_seconds, w.exchange_seconds, w.ring_seconds))) for w in worlds],
+        [(f"{w.ranks:,}", *map(seconds_text, (w.compute_seconds, w.exchange_seconds, w.ring_seconds))) for w in worlds],
         right=range(4),
     )
     for w in worlds:
@@ -326,18 +307,6 @@ def _plot(worlds: list[World], path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 if __name__ == "__main__":

@@ -17,50 +17,26 @@ from typing import Any
 from .console import Parser, dtype_name, leave
 from .train_settings import SAVED, TrainSettings, is_restarted
 
-HELP = {
-    "data": "file of text or bytes; the sources of Python's standard library by default",
-    "out": "folder of the run",
-    "size": "tiny, small, base, large or 1b",
-    "dense": "train with torch's dense attention instead, for comparison",
-    "context": "bytes of a sequence",
-    "batch": "sequences per batch; with --parallel data, over all ranks",
-    "accumulate": "batches per step",
-    "steps": "number of steps; with --resume, a larger number extends a run",
-    "lr": "peak learning rate: linear warm-up, then cosine decay to a tenth",
-    "warmup": "steps of warm-up",
-    "weight_decay": "weight decay of matrices (AdamW)",
-    "dropout": "dropout probability of activations",
-    "clip": "maximal norm of the gradient",
-    "seed": "seed of the weights and the order of the data",
-    "dtype": "float32, bfloat16 (matrix products only; weights stay float32), or auto: bfloat16 on GPUs",
-    "parallel": "under torchrun: data (samples are divided over ranks) or context (each sequence is divided)",
-    "checkpointing": "store only the input of each layer and recompute layers in the backward pass",
-    "save_every": "steps between checkpoints",
-    "eval_every": "steps between evaluations on the held-out end of the file; 0 evaluates after the last step only",
-    "eval_windows": "sequences per evaluation",
-    "log_every": "steps between printed lines",
-    "sample": "bytes to generate after training",
-    "resume": "continue from the checkpoint in --out",
-    "json": "print the lines of the log as JSON; other messages go to stderr",
-}
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Read options, train. Exit status: 0 done, 130 interrupted and saved."""
     parser = Parser("dap train", "Train a byte-level LongNet on a file.", "[PATTERN]")
     usual: dict[str, Any] = {field.name: field.default for field in fields(TrainSettings)}
+    help_of = {field.name: field.metadata.get("help", "") for field in fields(TrainSettings)}
     shared: dict[str, Callable[[], None]] = {
         "pattern": lambda: parser.pattern(
             more='; "learned:0.1;block=128" selects blocks by content; the size\'s own dilated pattern by default'
         ),
-        "context": lambda: parser.tokens(dest="context", default=usual["context"], help=HELP["context"]),
+        "context": lambda: parser.tokens(dest="context", default=usual["context"], help=help_of["context"]),
         "device": parser.device,
-        "out": lambda: parser.out(HELP["out"], Path(usual["out"])),
-        "json": lambda: parser.json(HELP["json"]),
-        "dtype": lambda: parser.option("--dtype", read=dtype_name, default="auto", metavar="DTYPE", help=HELP["dtype"]),
+        "out": lambda: parser.out(help_of["out"], Path(usual["out"])),
+        "json": lambda: parser.json(help_of["json"]),
+        "dtype": lambda: parser.option(
+            "--dtype", read=dtype_name, default="auto", metavar="DTYPE", help=help_of["dtype"]
+        ),
     }
     for field in fields(TrainSettings):
-        option, text = f"--{field.name.replace('_', '-')}", HELP.get(field.name, "")
+        option, text = f"--{field.name.replace('_', '-')}", help_of[field.name]
         if field.name in shared:
             shared[field.name]()
         elif isinstance(field.default, bool):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import must
 
@@ -17,36 +17,50 @@ DENSE_START = 0.2
 SAVED = "checkpoint.pt"
 
 
+Value = TypeVar("Value")
+
+
+def option(default: Value, text: str) -> Value:
+    """Field with the help text of its option."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """Settings of a run; each field is an option of the command."""
 
-    data: str | None = None
-    out: str = "run"
-    size: str = "tiny"
+    data: str | None = option(None, "file of text or bytes; the sources of Python's standard library by default")
+    out: str = option("run", "folder of the run")
+    size: str = option("tiny", "tiny, small, base, large or 1b")
     pattern: str | None = None
-    dense: bool = False
-    context: int = 32768
-    batch: int = 1
-    accumulate: int = 1
-    steps: int = 100
-    lr: float = 1e-3
-    warmup: int = 20
-    weight_decay: float = 0.1
-    dropout: float = 0.0
-    clip: float = 1.0
-    seed: int = 0
-    dtype: str = "auto"
+    dense: bool = option(False, "train with torch's dense attention instead, for comparison")
+    context: int = option(32768, "bytes of a sequence")
+    batch: int = option(1, "sequences per batch; with --parallel data, over all ranks")
+    accumulate: int = option(1, "batches per step")
+    steps: int = option(100, "number of steps; with --resume, a larger number extends a run")
+    lr: float = option(1e-3, "peak learning rate: linear warm-up, then cosine decay to a tenth")
+    warmup: int = option(20, "steps of warm-up")
+    weight_decay: float = option(0.1, "weight decay of matrices (AdamW)")
+    dropout: float = option(0.0, "dropout probability of activations")
+    clip: float = option(1.0, "maximal norm of the gradient")
+    seed: int = option(0, "seed of the weights and the order of the data")
+    dtype: str = option(
+        "auto", "float32, bfloat16 (matrix products only; weights stay float32), or auto: bfloat16 on GPUs"
+    )
     device: str = "auto"
-    parallel: str = "data"
-    checkpointing: bool = False
-    save_every: int = 50
-    eval_every: int = 50
-    eval_windows: int = 4
-    log_every: int = 1
-    sample: int = 0
-    resume: bool = False
-    json: bool = False
+    parallel: str = option(
+        "data", "under torchrun: data (samples are divided over ranks) or context (each sequence is divided)"
+    )
+    checkpointing: bool = option(False, "store only the input of each layer and recompute layers in the backward pass")
+    save_every: int = option(50, "steps between checkpoints")
+    eval_every: int = option(
+        50, "steps between evaluations on the held-out end of the file; 0 evaluates after the last step only"
+    )
+    eval_windows: int = option(4, "sequences per evaluation")
+    log_every: int = option(1, "steps between printed lines")
+    sample: int = option(0, "bytes to generate after training")
+    resume: bool = option(False, "continue from the checkpoint in --out")
+    json: bool = option(False, "print the lines of the log as JSON; other messages go to stderr")
 
     def __post_init__(self) -> None:
         least = {"context": 2, "warmup": 0, "eval_every": 0, "sample": 0}

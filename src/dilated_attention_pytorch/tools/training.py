@@ -379,12 +379,12 @@ class Run:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """A list that fills when Ctrl-C or a request to end comes; a second one acts at once."""
-    met: list[int] = []
+    """List of the signals SIGINT and SIGTERM received so far; the second one takes effect at once."""
+    received: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, _: object) -> None:
-        met.append(number)
+        received.append(number)
         print("finishing this step, then saving; press Ctrl-C again to exit at once", file=sys.stderr)
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -392,7 +392,7 @@ def interrupts() -> Iterator[list[int]]:
     for number in before:
         signal.signal(number, note)
     try:
-        yield met
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

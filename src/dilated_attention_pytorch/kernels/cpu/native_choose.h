@@ -51,7 +51,7 @@ inline Index choose_row(const std::int32_t* keys, Index width, Index wanted, std
   std::int32_t most = kNoBlock;
   for (Index j = 0; j < width; ++j) most = std::max(most, keys[j]);
   if (wanted <= 0 || most == kNoBlock) return 0;
-  // The largest `low` from which on at least `wanted` keys lie; all that compete if those are fewer.
+  // Largest `low` with at least `wanted` keys >= low; if fewer compete, all of them are chosen.
   Index low = Index(kNoBlock) + 1, high = most, above = count_from(keys, width, std::int32_t(low));
   while (above > wanted && low < high) {
     const Index middle = low + (high - low + 1) / 2;
@@ -61,7 +61,7 @@ inline Index choose_row(const std::int32_t* keys, Index width, Index wanted, std
     else
       high = middle - 1;
   }
-  // Of the keys equal to `low` the first.
+  // Ties: the first of the keys equal to `low`.
   const std::int32_t least = std::int32_t(low);
   Index surplus = std::max<Index>(above - wanted, 0), many = 0;
   for (Index j = 0; j < width; ++j) {

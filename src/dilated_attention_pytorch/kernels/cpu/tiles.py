@@ -42,7 +42,7 @@ BUDGET = 64 * 2**20
 
 
 class _TilePairs(NamedTuple):
-    """Query tiles of one head, and some of the key tiles that each of them meets."""
+    """Query tiles of one head, and some of the key tiles in the list of each."""
 
     head: int
     group: int
@@ -109,7 +109,7 @@ def forward(call: AttentionCall) -> Forward:
         own = (slice(None), pairs.head, pairs.rows[pairs.real])
         before = top[:, pairs.head, pairs.rows]
         after = torch.maximum(before, scores.amax(-1))
-        # A row that has not met a key yet has no largest score.
+        # The maximum of a row without a key so far is -inf, and -inf - -inf is NaN.
         shift = torch.where(after == -torch.inf, 0.0, after)
         weights = torch.where(pairs.seen, scores.sub_(shift[..., None]).exp_(), 0.0)
         old_share = (before - shift).exp_()[:, pairs.real]

@@ -169,7 +169,7 @@ def _most_pieces(call: AttentionCall, extent: Extent) -> int:
     rows = extent.samples * extent.heads
     tiles = max((max(part.queries.tiles, part.keys.tiles) for part in parts), default=0)
     if extent.pairs is not None:
-        # A run of rows may meet one part alone, and has less work to share.
+        # A run of rows may have tiles of one part only, and has less work to share.
         tiles = min(tiles, -(-max(extent.queries, extent.keys) // block))
     elif len(parts) != 1 or longest_row(parts[0]) <= rows * min(head_entries(parts[0])) // programs:
         return 0

@@ -304,7 +304,7 @@ class PartBackward:
         own_tiles = lowered.part.queries.tiles * (plan.block_size // rows) if lowered.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
         self.sum_floats = self.sum_tiles * rows * width
-        # The lengths: that of the keys follows where it differs.
+        # Numbers of queries and of keys, None if both are equal.
         lengths = n, None if call.key.shape[2] == n else call.key.shape[2]
         axes = *lengths, *strides[0], *strides[1]
         scales = call.scale, call.scale * LOG2_E

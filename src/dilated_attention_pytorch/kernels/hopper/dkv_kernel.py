@@ -271,7 +271,7 @@ def load_backward_tiles(
     """Producer warp: the two held tiles of an item, then the pairs of tiles that stream past them.
 
     BY_KEY holds K and V and streams Q and dO of every head of the group; otherwise Q and dO are held, and K and V
-    stream. There are `n` queries and `n_keys` keys, None for as many. With SPLIT an item is a piece of a row, and the
+    stream. There are `n` queries and `n_keys` keys, None for equal. With SPLIT an item is a piece of a row, and the
     walk has a row for each block of pieces. With TURNS an item is claimed when it starts, the first one too, and has
     its own entries (`turns.in_turns`). Words of kept keys are passed in `b_kept`; `whole` is the barrier of keys whose
     padded rows are zeroed before use, or None.
@@ -660,7 +660,7 @@ def attention_dkv_bwd_kernel(
 ):  # fmt: skip
     """dK and dV of every item, claimed by programs dynamically; with DQ also the unscaled accumulator of dQ.
 
-    `n` is the number of queries, and `n_keys` that of keys, None for as many.
+    `n` is the number of queries, `n_keys` the number of keys, or None if both are equal.
     """
     WORKERS: gl.constexpr = workers_of(BLOCK)
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]

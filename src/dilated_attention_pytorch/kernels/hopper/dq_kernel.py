@@ -62,7 +62,7 @@ def gather_row_step(
 ):  # fmt: skip
     """dS of one tile of keys, and the contribution of the preceding tile to dQ, for the rows of warpgroup `C`.
 
-    `q_rows` are its queries in registers, or None for those in shared memory.
+    `q_rows` are its queries in registers, or None to read them from shared memory.
     """
     BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
     D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
@@ -204,8 +204,8 @@ def attention_dq_bwd_kernel(
 ):  # fmt: skip
     """dQ of every item, claimed by programs dynamically; the part that joins the others receives `p_dq`.
 
-    `n` is the number of queries, and `n_keys` that of keys, None for as many.
-    `dq_columns` is the width of dQ in units of 16 bytes, None if it is that of a tile or `p_dq` is None.
+    `n` is the number of queries, `n_keys` the number of keys, or None if both are equal. `dq_columns` is the width of
+    dQ in units of 16 bytes, or None if it equals the width of a tile or `p_dq` is None.
     """
     WORKERS: gl.constexpr = workers_of(BLOCK)
     dtype: gl.constexpr = k_desc.dtype

@@ -60,7 +60,7 @@ from .primitives import (
 WORK_WIDTH = gl.constexpr(8)
 """int32 a work item: head, query tile of an item's rows, full begin, count, base, partial begin, count, base."""
 PIECE_WORK_WIDTH = gl.constexpr(9)
-"""int32 per piece of a long row: as above, then the tile of as many rows that its result is stored to."""
+"""int32 per piece of a long row: as above, then the index of its output tile, which has the rows of an item."""
 STRIDED_WORK_WIDTH = gl.constexpr(10)
 """int32 per strided item: as above with the first token instead of the tile, then existing rows and key offset."""
 LN2 = gl.constexpr(0.6931471805599453)
@@ -497,7 +497,7 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """Output and LSE of every item, claimed in order; `scale` is in log2 units, and every item has a tile.
 
-    `n` is the number of queries, and `n_keys` that of keys, None for as many.
+    `n` is the number of queries, `n_keys` the number of keys, or None if both are equal.
     `p_next` points to a counter that is 0 before and after the launch; without DYNAMIC, program `p` processes items
     `p, p + programs, ...`. Descriptors of five dimensions select a strided part, which is merged with the output at
     `p_out` (strides `o_batch`, `o_head`, `o_row`, and width `o_columns` if it is not that of a tile, in units of 16

@@ -46,8 +46,8 @@ class BackwardItems(NamedTuple):
     """
 
     items: Tensor
-    """int32 [I, 4]: head, tile of an item's rows, tiles of the plan it meets over all heads of its group, 0; where
-    strided [I, 6]: head, first token, tiles it meets, rows that exist, tile, offset"""
+    """int32 [I, 4]: head, tile of an item's rows, number of plan tiles it streams over all heads of its group, 0; where
+    strided [I, 6]: head, first token, number of tiles it streams, existing rows, tile, offset"""
     classes: Tensor
     """int32 [H]: head class; where strided [H, 3]: class, offset of held rows, offset of streamed rows"""
     rows: Tensor

@@ -5,8 +5,8 @@ entries that add to the same tile before it, and adds when the counter has reach
 of their records, and turns follow that order, so an item waits only for items claimed before it.
 
 How long items wait depends on the order of items and of their entries. Items of a few heads start tile by tile, so that
-not all of those that run at a time add to the same tiles. Entries run against the order of tiles: an item meets the
-query tiles it shares with its predecessor one entry later than that.
+not all running items add to the same tiles. Entries run against the order of tiles: an item reaches the query tiles it
+shares with its predecessor one entry later than its predecessor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .lowering import ITEM_ROWS, BackwardItems, launch_cache
 STRIDED_WIDTH = 6
 """Columns of the records of a strided part."""
 HEADS = 8
-"""Key heads whose items start together; between two additions to a tile of dQ, items of the others use the L2 cache."""
+"""Key heads whose items start together; between two additions to a tile of dQ, the other heads use the L2 cache."""
 LEAST_NEAR = 0.5
 """Least share of additions to dQ that follow one of the preceding key tile, for a plan that `suits` turns."""
 MOST_ENTRIES = 2**20
@@ -32,9 +32,9 @@ MOST_ENTRIES = 2**20
 def suits(plan: Plan) -> bool:
     """Whether sums of dQ in turns are faster than dQ by rows, as far as that follows from the plan; cached in it.
 
-    They are if key tiles that add to a tile of dQ one after another are neighbours: items of neighbours run at the same
-    time and add in the same order. If the lists of key tiles have nothing in common, every addition finds its tile of
-    dQ, and the queries, outside the L2 cache.
+    Turns are faster if consecutive additions to a tile of dQ come from neighbouring key tiles: their items run at the
+    same time and add in the same order. If the lists of key tiles have no query tiles in common, the tile of dQ and the
+    queries of every addition are outside the L2 cache.
     """
     if launch_cache(plan) is not plan.memo:
         # The host may not read the lists of a learned plan.

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 class Arena:
     """Tensors of one dtype in one allocation. On a GPU an allocation costs more host time than a view.
 
-    Each tensor has a name, a shape and, unless it is contiguous, strides; it must lie within its first stride times
+    Each tensor has a name, a shape and, unless it is contiguous, strides; its elements must fit its first stride times
     the size of its first dimension.
     """
 

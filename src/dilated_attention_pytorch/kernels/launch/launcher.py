@@ -74,7 +74,7 @@ class Launch:
         self.kernel, self.options = kernel, OPTIONS | options
         self.device, self._numbers, self.overlaps = device.index, numbers, bool(options.get("launch_pdl"))
         self.compiled: dict[Key, tuple[Any, Entry | None, tuple[None, ...]]] = {}
-        """By what depends on tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
+        """Compiled kernel, its entry, and slots of constants, which the entry ignores; by properties of the tensors."""
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], *varying: int) -> None:
         """Run the kernel on the current stream."""
@@ -107,7 +107,7 @@ class Launch:
 
 
 def _launch_of(kernel: Any, device: torch.device, specialized: list[object], options: dict[str, Any]) -> Launch:
-    """Launch of a kernel by what it is specialized on: numbers by value, and a property of every other argument."""
+    """Cached launch of a kernel; the key holds numbers by value, and the specialized property of other arguments."""
     for index in _unspecialized_of(kernel):
         number = specialized[index]
         if isinstance(number, int):

@@ -83,8 +83,8 @@ def dq_tile(
 ):  # fmt: skip
     """Add the contribution of BN keys to the unscaled query gradient of BM rows; CONTAINED as in the forward.
 
-    The gradient of a bias is added to `table` unless its first element is None, except for that of the tiles beyond its
-    ends, which is added by row to `b_low` and `b_high`.
+    The gradient of a bias is added to `table` unless its first element is None. Tiles beyond an end of the table add
+    theirs by row to `b_low` or `b_high`.
     """
     b_seen = o_step < left  # [BN]
     if PADDING:

@@ -159,7 +159,7 @@ def backward(
 
 
 def _by_samples(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
-    """Calls of as many samples as a grid can count."""
+    """Split a call into calls of at most MOST_PROGRAMS samples, the limit of a grid dimension."""
     for first in range(0, len(call.query), MOST_PROGRAMS):
         own, at = slice(first, first + MOST_PROGRAMS), call.bias_positions
         yield (
@@ -343,10 +343,12 @@ def _table_sum(call: AttentionCall, delta: Tensor, grad_output: Tensor) -> _Tabl
     """Empty sums, with the largest unit for which no sum of gradients of scores can overflow."""
     if call.bias is None:
         return _TableSum()
-    # The weights of a row sum to 1, so a sum is at most the number of rows times the largest |dP - delta|.
+    # The weights of a row sum to 1, so a sum is at most the number of rows times the largest |dP - delta|. Beside a
+    # sink they sum to less: delta is at most |dP| and a slope, and weights times slope the gradient of the keys' LSE.
     spans = [torch.linalg.vector_norm(x, torch.inf, -1, dtype=torch.float32) for x in (grad_output, call.value)]
-    tops = [x.abs().nan_to_num(0.0, 0.0, 0.0).amax().double() for x in (*spans, delta)]
-    largest = tops[0] * tops[1] * (call.value.shape[3] / (1 - call.dropout_p)) + tops[2]
+    many, slope = (1, delta) if call.keys_lse_grad is None else (2, call.keys_lse_grad)
+    tops = [x.abs().nan_to_num(0.0, 0.0, 0.0).amax().double() for x in (*spans, slope)]
+    largest = many * tops[0] * tops[1] * (call.value.shape[3] / (1 - call.dropout_p)) + tops[2]
     unit = (61 - (largest * delta[:, 0].numel()).log2().ceil()).clamp(-120, 120).exp2().float()
     return _TableSum(torch.zeros_like(call.bias, dtype=torch.int64), torch.zeros_like(call.bias), unit)
 

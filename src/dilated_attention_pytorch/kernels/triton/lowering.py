@@ -115,19 +115,19 @@ def _build_unread(plan: Plan, group: int) -> Schedule:
     """Schedule of a plan of one part that covers every row, without reading its tables: no row is split."""
     (part,), known = plan.parts, plan.device_tables
     assert known is not None
-    head = torch.arange(plan.heads, dtype=torch.int32, device=plan.device)
-    nothing, apart = torch.zeros_like(head), len(part.by_query.rows) > part.queries.tiles
-    heads = torch.stack([head, part.head_class, nothing, nothing], 1)
-    key_owners = torch.stack([head // group, part.head_class, nothing, nothing], 1)[::group].contiguous()
-    by_query, _ = _unread_side(part.by_query, part.queries.tiles, heads, mixed=False)
-    by_key, key_rows = _unread_side(part.by_key, part.keys.tiles, key_owners, mixed=apart and group > 1)
+    name, apart = ("triton schedule", group), len(part.by_query.rows) > part.queries.tiles
+    shared = known.memo.get(name) or known.memo.setdefault(name, _shared_tables(plan, part, group))
+    heads, key_owners, masks, *lists = shared
+    by_query, _ = _unread_side(part.by_query, part.queries.tiles, heads, lists[0], mixed=False)
+    by_key, key_rows = _unread_side(part.by_key, part.keys.tiles, key_owners, lists[1], mixed=apart and group > 1)
+    axes = torch.cat([part.queries.start, part.queries.end])
     whole = PartSchedule(
         by_query=by_query,
         by_key=by_key,
         heads=heads,
         key_rows=key_rows,
-        query_axis=torch.cat([part.queries.start, part.queries.end]),
-        key_axis=torch.cat([part.keys.start, part.keys.end]),
+        query_axis=axes,
+        key_axis=axes if part.keys is part.queries else torch.cat([part.keys.start, part.keys.end]),
         query_tiles=part.queries.tiles,
         key_tiles=part.keys.tiles,
         query_rate=1,
@@ -136,21 +136,31 @@ def _build_unread(plan: Plan, group: int) -> Schedule:
         per_head=known.strided or apart,
         bounded=known.ragged,
     )
-    masks = torch.cat([plan.masks.band, plan.masks.bits.flatten(1)], 1) if known.bits else plan.masks.band
-    return Schedule((whole,), (whole,), masks.contiguous(), known.bits)
+    return Schedule((whole,), (whole,), masks, known.bits)
 
 
-def _unread_side(walk: Walk, tiles: int, owners: Tensor, mixed: bool) -> tuple[WalkTables, Tensor]:
-    rows = walk.rows.clone()
-    rows[:, PARTIAL_BEGIN : PARTIAL_END + 1] += len(walk.full)
-    order = walk.order.long()
-    row = order[torch.argsort(order // tiles, stable=True)]
-    columns = row[:, None].int() % tiles, rows[row], torch.full_like(rows[:, :1], -1)
+def _shared_tables(plan: Plan, part: Part, group: int) -> tuple[Tensor, ...]:
+    """Tables that do not depend on rows of walks: owners of both directions, masks, and lists of both."""
+    head = torch.arange(plan.heads, dtype=torch.int32, device=plan.device)
+    nothing, band, known = torch.zeros_like(head), plan.masks.band, plan.device_tables
+    heads, keys = (torch.stack([x, part.head_class, nothing, nothing], 1) for x in (head, head // group))
+    masks = torch.cat([band, plan.masks.bits.flatten(1)], 1) if known is None or known.bits else band.contiguous()
+    return heads, keys[::group].contiguous(), masks, part.by_query.lists(), part.by_key.lists()
+
+
+def _unread_side(walk: Walk, tiles: int, owners: Tensor, lists: Tensor, mixed: bool) -> tuple[WalkTables, Tensor]:
+    rows, row = walk.rows, walk.order
+    if walk.partial is not walk.full:
+        rows = rows.clone()
+        rows[:, PARTIAL_BEGIN : PARTIAL_END + 1] += len(walk.full)
+    if len(rows) > tiles:
+        row = row[torch.argsort(row // tiles, stable=True)]
+    tile = row if len(rows) == tiles else row % tiles
     side = WalkTables(
-        work=torch.cat(columns, 1),
+        work=torch.cat([tile[:, None], rows.index_select(0, row), torch.full_like(tile, -1)[:, None]], 1),
         items=tiles,
         owners=owners,
-        lists=torch.cat([walk.full, walk.partial, walk.mask]),
+        lists=lists,
         mask_shift=len(walk.partial),
         partial=len(walk.partial) > 0,
         mixed=mixed,

@@ -268,7 +268,7 @@ def bias_of(bias, entry, first, o_step, b_exist, SIGN: tl.constexpr):
 
 @triton.jit
 def add_to_ends(table, size, b_low, b_high):
-    """Add to the gradient of a bias table what rows collected for its first and its last entry."""
+    """Add row sums `b_low` and `b_high` to the first and the last entry of the gradient of a bias table."""
     p_sum, p_bad, p_unit = table
     unit = tl.load(p_unit)
     low, high = tl.sum(b_low, 0), tl.sum(b_high, 0)
@@ -468,7 +468,7 @@ def product(b_left, b_right, b_sum):
 @triton.jit
 def projected_step(b_left, p_own, p_project, o_own, o_d, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    """Add to a product of rows and a matrix (D, RANK) that of the columns `o_d` of the rows."""
+    """Add the product of the columns `o_d` of the rows with a matrix (D, RANK) to `b_left`, [rows, RP]."""
     # Loaded first; otherwise the load would be issued only after the rows, whose latency is longer.
     b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
     b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)

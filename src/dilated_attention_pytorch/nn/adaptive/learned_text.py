@@ -40,7 +40,7 @@ class LearnedText:
         kept = head.partition(":")[2].strip()
         given: dict[str, Any] = {}
         if kept:
-            share = literal(kept)
+            share = _value(kept)
             if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
                 raise must("the fraction of blocks kept must lie in (0, 1]", kept, FORM)
             given["base_sparsity"] = round(1.0 - share, 12)
@@ -49,7 +49,7 @@ class LearnedText:
             name, _, value = (part.strip() for part in option.partition("="))
             if name not in defaults:
                 raise must(f"options of learned attention must be among {', '.join(defaults)}", repr(option), FORM)
-            given[name] = literal(value) if value else ""
+            given[name] = _value(value) if value else ""
             usual = defaults[name]
             # Annotations are text here.
             is_float = "float" in TYPES.get(name, "int")
@@ -64,6 +64,14 @@ class LearnedText:
         changed = {name: value for name, value in config.items() if value != getattr(DEFAULTS, name)}
         words = "".join(f";{name}={str(x).lower() if isinstance(x, bool) else x}" for name, x in changed.items())
         return f"learned:{self.config.kept:.12g};block={self.block_size}{words}"
+
+
+def _value(text: str) -> Any:
+    """Value in the text of an option; text that no value has is left to the checks of its field."""
+    try:
+        return literal(text)
+    except ValueError:
+        return text
 
 
 def _options(config: AdaptiveConfig) -> dict[str, Any]:

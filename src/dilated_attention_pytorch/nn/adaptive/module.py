@@ -120,6 +120,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     torch.Size([2, 200, 4, 16])
     """
 
+    _counted_task: int | None = None
+    """Backward pass that is a step already, while it runs"""
+
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -366,13 +369,19 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         return output
 
     def _finish_step(self, compared: Tensor | None, grad: Tensor) -> None:
-        """Count a step at the end of the backward pass: activation checkpointing repeats forward passes within it."""
-        Variable._execution_engine.queue_callback(partial(self._count_step, compared))
+        """Count a step at the end of the backward pass: activation checkpointing repeats forward passes within it.
 
-    def _count_step(self, compared: Tensor | None) -> None:
+        Several calls of the module in one backward pass, for samples padded differently, are one step.
+        """
+        task = torch._C._current_graph_task_id()
+        is_first, self.__dict__["_counted_task"] = task != self._counted_task, task
+        Variable._execution_engine.queue_callback(partial(self._count_step, compared, is_first))
+
+    def _count_step(self, compared: Tensor | None, is_first: bool) -> None:
+        self.__dict__["_counted_task"] = None
         if compared is not None:
             self.scorer.compare(compared)
-        if "training_steps" in self._buffers:
+        if is_first and "training_steps" in self._buffers:
             # The number on the host decides; reading the buffer would stall the host.
             self.__dict__["_steps"] += 1
             self.training_steps.add_(1)

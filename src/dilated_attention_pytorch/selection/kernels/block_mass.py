@@ -1,4 +1,4 @@
-"""Launches that measure attention on blocks and compute the gradients of a scorer's scores from it."""
+"""Launches that compute the attention mass of blocks, and from it the gradients of a scorer's scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..types import Selection
 from .block_mass_kernels import block_lse_kernel, distill_kernel
 
 TILE = 4096
-"""Numbers that a program holds at once."""
+"""Elements that a program of `distill_kernel` holds at once."""
 
 
 def _launches(
@@ -52,14 +52,13 @@ def distill_gradients(
     all_scores: Tensor | None, together: bool, visible: Tensor, lse: Tensor, grad_output: Tensor, scale: float,
     key_padding_mask: Tensor | None, factors: tuple[float, float], mean: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of both scores, and float32 (5, b s, r): of each row its divergence times its weight, its entropy, kept
-    attention and its queries, and its weight.
+    """Gradients of both kinds of scores, and statistics of each row, float32 (5, b s, r).
 
-    `rows` int64 (r) are the rows: `scores` (b, s, c, k) of listed blocks for the first c = `chosen`,
-    `all_scores` (b, s, r - c, t) of all blocks for the rest, or `together` (b, s, r, t) of all blocks
-    for every row. `lse` (b, h, n), contiguous, and `grad_output` (b, h, n, e) belong to the attention
-    over the selection. `factors` are those of `DistillBatch.factor` for both kinds of rows,
-    and `mean` (b, h) is that of `QueryWeights`.
+    The statistics are divergence times weight, entropy, kept share of attention, number of queries, and weight. `rows`
+    are int64 (r). The first c = `chosen` rows have `scores` (b, s, c, k) of their listed blocks, the others have
+    `all_scores` (b, s, r - c, t) of all blocks; with `together` both are one tensor (b, s, r, t) of all blocks. `lse`
+    (b, h, n), contiguous, and `grad_output` (b, h, n, e) belong to the attention over the selection. `factors` are the
+    values of `DistillBatch.factor` for both kinds of rows, and `mean` (b, h) is `QueryWeights.mean`.
     """
     lists, padding = selection.indices.contiguous(), key_padding_mask
     shape, dense, slots = query.shape, len(rows) - chosen, lists.shape[3]
@@ -75,7 +74,7 @@ def distill_gradients(
     found = torch.empty((5, *grid[1::-1]), dtype=torch.float32, device=query.device)
     padding = rows if padding is None else padding.contiguous()
     read(log_grid, (query, key, rows, lists, padding, logs))
-    # Where one of both is not given, no program reads it.
+    # Placeholders for absent tensors, which no program reads.
     given = [x.contiguous() for x in (scores, all_scores) if x is not None]
     mean = lse if mean is None else mean.contiguous()
     tensors = logs, given[0], given[-1], lists, visible, rows, lse, grad_output, mean, padding

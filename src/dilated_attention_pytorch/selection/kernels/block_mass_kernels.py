@@ -1,7 +1,7 @@
-"""Attention of queries on blocks, without an array of scores, and gradients of a scorer's scores.
+"""Attention mass of queries on key blocks, without an array of scores, and gradients of a scorer's scores.
 
-Names as in `primitives`. Rows are groups of W queries: a block, or one token. With ALL a row visits every block,
-otherwise its own and then its listed blocks.
+Names as in `primitives`. A row is W queries, a block or one token, whose attention is one distillation target. With ALL
+a row is compared on every block, otherwise on its own block and then on its listed blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ def block_lse(
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """LSE of BM queries, of `queries` that share a list, on one block of it; -inf where they see nothing of it.
-
-    LISTED heads have one list.
-    """
+    """Store the LSE over one key block of BM of the `queries` queries of a row; -inf if a query sees no key of it.
+    `p_logs` is [streams, rows, queries, width]; `width` is the number of blocks of a row. LISTED heads share a list."""
     tiles = (queries + BM - 1) // BM
     row = (program % (tiles * rows) // tiles).to(tl.int64)
     o_i = (program % tiles) * BM + tl.arange(0, BM)
@@ -71,7 +69,7 @@ def block_lse_kernel(
     BLOCK: tl.constexpr, BM: tl.constexpr, BMA: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`block_lse` of `chosen` rows on their lists, by the first `programs`, and of `dense` behind on every block."""
+    """`block_lse` of `chosen` rows on their lists, in the first `programs` programs; of `dense` rows on all blocks."""
     program = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     if program < programs:
@@ -81,7 +79,7 @@ def block_lse_kernel(
             BLOCK, BM, BN, W, D, DP, LISTED, False, CAUSAL, PADDING, PRECISION,
         )  # fmt: skip
     else:
-        # Rows without lists of their own need not be kept apart, so that short ones fill a tile together.
+        # Rows on all blocks have no lists that differ, so that queries of several short rows share a tile.
         block_lse(
             p_q, p_k, p_rows + chosen, p_blocks, p_padding, p_logs + at_all, program - programs, stream, scale, n,
             blocks, 1, dense * W, total, blocks, heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
@@ -91,12 +89,15 @@ def block_lse_kernel(
 
 @triton.jit
 def row_mass(
-    p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, captured, seen,
+    p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, kept_share, queries,
     W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr,
     SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Add one head's weighted attention on each block of a row, with ALL the shares that its queries keep and their
-    number; and the weights of the queries, [BM]."""
+    """Add the weighted attention of one head's queries on the L blocks of a row to `b_mass` [L].
+
+    With ALL, `kept_share` and `queries` grow by the share of attention that the selection keeps, summed over queries,
+    and by the number of queries. Also returns the weights of the queries summed over steps, [BM].
+    """
     o_l = tl.arange(0, L)
     o_e = tl.arange(0, EP)
     b_weights = tl.zeros([BM], tl.float32)
@@ -105,31 +106,31 @@ def row_mass(
         o_q = place * W + o_i
         b_real = o_q < n
         b_logs = tl.load(p_logs + o_i[:, None] * width + o_l[None, :], mask=(o_l < width)[None, :], other=NO_KEY)
-        b_kept = tl.load(p_lse + o_q, mask=b_real, other=NO_KEY)
-        b_whole = b_kept
+        b_kept_lse = tl.load(p_lse + o_q, mask=b_real, other=NO_KEY)
+        b_lse = b_kept_lse
         if ALL:
             b_top = tl.max(b_logs, 1)
             b_top = tl.where(b_top == NO_KEY, 0.0, b_top)
-            b_whole = b_top + tl.log(tl.sum(tl.exp(b_logs - b_top[:, None]), 1))
-            b_met = b_real & (b_whole != NO_KEY)
-            captured += tl.sum(tl.where(b_met, tl.exp(b_kept - b_whole), 0.0), 0)
-            seen += tl.sum(b_met.to(tl.float32), 0)
+            b_lse = b_top + tl.log(tl.sum(tl.exp(b_logs - b_top[:, None]), 1))
+            b_counted = b_real & (b_lse != NO_KEY)
+            kept_share += tl.sum(tl.where(b_counted, tl.exp(b_kept_lse - b_lse), 0.0), 0)
+            queries += tl.sum(b_counted.to(tl.float32), 0)
         b_weight = tl.full([BM], 1.0, tl.float32)
         if SALIENCY:
             b_do = load_rows(p_do + o_q[:, None] * sg_n + o_e[None, :], b_real, o_e, E, EP, True).to(tl.float32)
             b_weight = tl.sqrt(tl.sum(b_do * b_do, 1)) + FLOOR * tl.load(p_mean)
         if PADDING:
             b_real = b_real & (tl.load(p_padding + o_q, mask=b_real, other=1) == 0)
-        b_share = tl.where(b_logs == NO_KEY, 0.0, tl.exp(b_logs - b_whole[:, None]))
-        b_counts = b_real & (b_weight > 0.0)
-        b_mass += tl.sum(tl.where(b_counts[:, None], b_share * b_weight[:, None], 0.0), 0)
-        b_weights += tl.where(b_counts, b_weight, 0.0)
-    return b_mass, captured, seen, b_weights
+        b_share = tl.where(b_logs == NO_KEY, 0.0, tl.exp(b_logs - b_lse[:, None]))
+        b_weighted = b_real & (b_weight > 0.0)
+        b_mass += tl.sum(tl.where(b_weighted[:, None], b_share * b_weight[:, None], 0.0), 0)
+        b_weights += tl.where(b_weighted, b_weight, 0.0)
+    return b_mass, kept_share, queries, b_weights
 
 
 @triton.jit
 def row_weight(b_weights):
-    """Sum of the weights of a row's queries; 0 where it is not finite."""
+    """Sum of the weights of a row's queries, or 0 if it is not finite."""
     weight = tl.sum(b_weights, 0)
     return tl.where(weight < float("inf"), weight, 0.0)
 
@@ -141,32 +142,33 @@ def distill_row(
     T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr,
     SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one row, L blocks at most, from the attention of its queries on each block, given by LSEs.
+    """Store the gradients of the scores of one row of at most L blocks, from the LSEs of its queries on each block.
 
-    Stored `every` rows apart: its divergence times its weight, with ALL its entropy, the share of attention that its
-    queries keep and their number, and its weight, the number of its queries. With SALIENCY that is times the mean norm
-    of gradients, and multiplies gradients of scores. With T scores of a listed row are those of up to T blocks, and so
-    are their gradients. The attention of LISTED heads, whose LSEs of blocks are `sl_h` apart, is added up.
+    The target is the attention mass of the row's queries, summed over LISTED heads, whose LSEs are `sl_h` apart; the
+    prediction is the softmax of the scores, with 0 for the row's own block. Five statistics are stored `every` elements
+    apart: divergence times weight, entropy (with ALL, otherwise 0), kept share of attention, number of queries, weight.
+    The weight is the number of queries, or with SALIENCY W times the mean norm of gradients, which also multiplies the
+    gradients. With T, the scores and gradients of a listed row are arrays over up to T blocks.
     """
     own = place * W // BLOCK
     o_l = tl.arange(0, L)
     b_mass = tl.zeros([L], tl.float32)
-    captured = 0.0
-    seen = 0.0
+    kept_share = 0.0
+    queries = 0.0
     if LISTED == 1:
-        b_mass, captured, seen, b_weights = row_mass(
-            p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, captured, seen,
+        b_mass, kept_share, queries, b_weights = row_mass(
+            p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, kept_share, queries,
             W, BM, L, E, EP, ALL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip
     else:
         weight = 0.0
         for _ in range(LISTED):
-            b_mass, captured, seen, b_weights = row_mass(
-                p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, captured, seen,
+            b_mass, kept_share, queries, b_weights = row_mass(
+                p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, kept_share, queries,
                 W, BM, L, E, EP, ALL, SALIENCY, FLOOR, PADDING,
             )  # fmt: skip
-            one = row_weight(b_weights)
-            weight += tl.where(one > 0.0, W * tl.load(p_mean), 0.0) if SALIENCY else one
+            head_weight = row_weight(b_weights)
+            weight += tl.where(head_weight > 0.0, W * tl.load(p_mean), 0.0) if SALIENCY else head_weight
             p_logs += sl_h
             p_lse += n
             p_do += sg_h
@@ -189,24 +191,24 @@ def distill_row(
     b_log = b_logit - (top + tl.log(tl.sum(tl.exp(b_logit - top), 0)))
     b_share = tl.exp(b_log)
     b_mass = tl.where(b_compared | b_own, b_mass, 0.0)
-    whole = tl.sum(b_mass, 0)
+    mass = tl.sum(b_mass, 0)
     # A row without weight, or with a weight that is not finite, has no gradient.
     if LISTED == 1:
         weight = row_weight(b_weights)
-    has_target = (whole > 0.0) & (whole < float("inf"))
+    has_target = (mass > 0.0) & (mass < float("inf"))
     if SALIENCY:
         if LISTED == 1:
             weight = tl.where(weight > 0.0, W * tl.load(p_mean), 0.0)
         factor *= weight
-    b_target = tl.where(has_target, b_mass / whole, 0.0)
-    # What is not compared is predicted never, and weighs nothing.
+    b_target = tl.where(has_target, b_mass / mass, 0.0)
+    # Blocks that are not compared have probability 0: a finite logarithm keeps 0 * log at 0.
     b_log = tl.maximum(b_log, -1e30)
     b_terms = b_target * (tl.log(tl.where(b_target > 0.0, b_target, 1.0)) - b_log)
     b_grad = tl.where(b_compared, tl.where(has_target, b_share - b_target, 0.0), 0.0) * factor
     if T and not ALL:
         o_t = tl.arange(0, T)
         tl.store(p_grad + o_t, tl.zeros([T], tl.float32), mask=o_t < blocks)
-        # Others of the program wrote there.
+        # Other threads of the program wrote the zeros.
         tl.debug_barrier()
         tl.store(p_grad + o_entry, b_grad, mask=b_compared)
     else:
@@ -214,8 +216,8 @@ def distill_row(
     tl.store(p_found, tl.sum(b_terms, 0) * weight)
     entropy = -tl.sum(b_share * b_log, 0) if ALL else 0.0
     tl.store(p_found + every, entropy)
-    tl.store(p_found + 2 * every, captured)
-    tl.store(p_found + 3 * every, seen)
+    tl.store(p_found + 2 * every, kept_share)
+    tl.store(p_found + 3 * every, queries)
     tl.store(p_found + 4 * every, weight)
 
 
@@ -227,9 +229,10 @@ def distill_kernel(
     T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr,
     SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`distill_row` of every row: `chosen` ones with their lists, then those with every block.
+    """`distill_row` for each row: first `chosen` rows on their lists, then the other rows on all blocks.
 
-    With T `p_scores` and `p_grad` have every block of all rows. There are `heads` lists, each of LISTED query heads.
+    With T, `p_scores` and `p_grad` are arrays over all blocks for both kinds. `heads` is the number of lists of a row,
+    each shared by LISTED query heads.
     """
     row = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)

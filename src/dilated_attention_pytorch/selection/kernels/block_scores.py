@@ -15,52 +15,53 @@ from ..types import Factors
 from .block_scores_kernels import hidden_kernel, match_kernel, split_kernel
 
 HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
-"""By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how
-many such steps are on their way, through shared memory where they are more than one. A thread has 4 rows and 16, 8 or 4
-blocks."""
+"""Warps, hidden units per step and pipeline stages of `hidden_kernel`, by the rows (and blocks) of a program. Several
+stages use shared memory. A thread holds 4 rows and 16, 8 or 4 blocks."""
 HIDDEN_REGISTERS = 128
-"""Told, the assembler asks for the factors of several units at once, in place of one after the other with fewer."""
+"""Register limit of `hidden_kernel`. With an explicit limit the assembler issues the loads of several units at once;
+otherwise it uses fewer registers and loads unit by unit."""
 MATCHED, UNITS_TOGETHER = 64, 128
-"""Sub-blocks of rows and sub-blocks of blocks of a product, or of rank 64 half as many: registers hold two programs or
-more."""
+"""Sub-blocks of rows and sub-blocks of key blocks in one product of rank up to 32, half as many of rank 64: registers
+hold at least two programs per multiprocessor."""
 MATCHED_TOGETHER, TOKEN_UNITS, TOKEN_BLOCKS = 64, 64, 16
-"""The same of tokens, whose steps have several products where blocks have more sub-blocks: registers hold five
-programs, of which one counts on while others wait for one another, for products, or for memory. And the blocks of a
-step."""
+"""The same limits where rows are tokens, and the blocks of a step, which has several products if blocks have more
+sub-blocks. Registers hold five programs per multiprocessor, which hide each other's barriers, products and loads."""
 PROGRAMS, TOKEN_PROGRAMS = 512, 2048
-"""So many keep a large GPU busy, those that begin late and end soon among them. Of tokens, where a launch has more than
-fit at once: so many that the last of them leave little of it idle."""
+"""Programs that keep a large GPU busy, where rows are blocks; and where rows are tokens, whose launches have several
+waves of programs: enough for a small share of idle time in the last wave."""
 STAGES = 3
-"""Steps of matching on their way."""
+"""Pipeline stages of `match_kernel`."""
 UNBOUND = 0, 0, 0, 0, 0, 0.0
-"""`ToList.bounds` where nothing is listed."""
+"""`ToList.bounds` of a launch without lists."""
 Halves = tuple[Tensor, Tensor, Tensor]
-"""What `split` gives."""
+"""Result of `split`."""
 
 
 class ToList(NamedTuple):
-    """For scores that leave out what is not listed, as `hidden_kernel` has them."""
+    """Arguments of `hidden_kernel` with LISTS: scores are NO_KEY for blocks that are not listed."""
 
     visible: Tensor
     """bool (b, h, t)"""
     may: Tensor
-    """int32 (b, h, t): where to say how many blocks rows of a block may list, and among how many (`may_list`)"""
+    """int32 (b, h, t): receives the list length and number of candidates of each block (`count_listable`)"""
     bounds: tuple[int | float, ...]
-    """the most that a row may list, blocks that need no listing (local, sink), the fewest and the most, and the part of
-    what it sees"""
+    """Capacity of a list; near and first blocks, which are not listed; fewest and most blocks of a row; fraction of its
+    visible blocks that a row keeps"""
 
 
 class ByToken(NamedTuple):
-    """For tokens that follow one another: scores (b, h, blocks, t) of blocks from the first on, without any match."""
+    """Scores without the match, which the tokens of a block share."""
 
     first: int
+    """First block"""
     table: Tensor
+    """(b, h, blocks, t)"""
     seed: Tensor | None = None
-    """of the noise, where there is some"""
+    """Seed of the noise; None without noise"""
 
 
 def split(right: Tensor) -> Halves:
-    """Halves of (b, h, t, u, p), float16, and what undoes the scale of each block, (b, h, t)."""
+    """Split float32 (b, h, t, u, p) into scaled float16 halves; returns both and the inverse scales (b, h, t)."""
     right, many = right.contiguous(), right.shape[3] * right.shape[4]
     first, second = torch.empty((2, *right.shape), dtype=torch.float16, device=right.device).unbind()
     scale = torch.empty(right.shape[:3], dtype=torch.float32, device=right.device)
@@ -69,14 +70,14 @@ def split(right: Tensor) -> Halves:
 
 
 def matched_together(units: int, rank: int, most: int = 0, fewest: int = 16) -> tuple[int, int]:
-    """How many sub-blocks of a key block a product of at most so many takes, and of how many blocks, or more."""
+    """Sub-blocks per key block, and blocks, of a product with up to `most` sub-blocks and at least `fewest` blocks."""
     together = min(UNITS_TOGETHER * 32 // padded_width(rank), most or UNITS_TOGETHER)
     grouped = min(units & -units, together // fewest)
     return grouped, together // grouped
 
 
 def by_unit(x: Tensor) -> Tensor:
-    """(b, h, t, m) so that what belongs to one hidden unit lies together, a power of two from that of the next."""
+    """(b, h, t, m) stored by hidden unit, with t padded to a power of two."""
     heads, t, hidden = x.shape[1:]
     apart = padded_width(t)
     if x.stride() == (heads * hidden * apart, hidden * apart, 1, apart):
@@ -86,9 +87,9 @@ def by_unit(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> int:
-    """Rows and blocks of a program: the most that leave programs enough, unless half as many fill tiles much better.
+    """Rows (and blocks) of a program: the largest tile with at least PROGRAMS programs, unless half fills much better.
 
-    Of `width` blocks rows see about `seen`.
+    Rows see about `seen` of `width` blocks.
     """
     for side in (x for x in HIDDEN if 32 < x <= most):
         filled, closer = (-(-rows // x) * -(-width // x) * x**2 for x in (side, side // 2))
@@ -111,9 +112,9 @@ def _hidden_launch(
 def hidden_scoring(
     factors: Factors, size: int, is_causal: bool, to_list: ToList | None = None
 ) -> Callable[..., Tensor]:
-    """`scoring` without any match, of rows that are `size` to a block.
+    """`scoring` without the match, for rows of which `size` belong to a block.
 
-    With `to_list`, for rows that are all blocks of a range: NO_KEY with what is not listed.
+    With `to_list` the rows must be a range of blocks; scores are NO_KEY for blocks that are not listed.
     """
     (batch, heads, t, hidden), device = factors.rows.shape, factors.rows.device
     parts = [by_unit(x) for x in (factors.rows, factors.columns, factors.keep) if x is not None]
@@ -128,7 +129,7 @@ def hidden_scoring(
         ids, begin = (parts[0], rows.start) if isinstance(rows, range) else (rows, 0)
         scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
         even = ids is not rows and size == 1 and begin % 4 == 0
-        # Causal rows are most often the last of as many blocks; the largest tiles have no registers for more addresses.
+        # Causal rows are usually the last of `width` blocks. The largest tiles have no registers for more addresses.
         seen = width - many // (2 * size) if is_causal else width
         side = _hidden_side(128 if even and factors.keep is None else 64, batch * heads, many, width, seen)
         launch = prepared(_hidden_launch, *options, ids is rows, even, side, width, *numbers)
@@ -139,7 +140,7 @@ def hidden_scoring(
 
 
 def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
-    """`Factors.own` as kernels read it, and how far apart samples, heads and sub-blocks, or tokens, lie in it."""
+    """`Factors.own` in a layout that kernels read, and its strides over samples, heads and sub-blocks or tokens."""
     a_sample, a_head, a_row, a_unit, _ = own.stride()
     units = own.shape[3]
     if units > 1 and a_row != units * a_unit:
@@ -148,7 +149,7 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def projecting(factors: Factors) -> tuple[Tensor, int, int]:
-    """Projection of `Factors.own` as kernels read it, its stride over heads, and the width that it projects or 0."""
+    """Projection of `Factors.own`, its stride over heads, and the projected width; width 0 without a projection."""
     if factors.project is None:
         return factors.own, 0, 0
     return factors.project, factors.project.stride(0), factors.own.shape[4]
@@ -170,10 +171,11 @@ def _match_launch(
 
 
 def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool) -> Callable[..., Tensor]:
-    """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
+    """Function that computes scores over temperature of rows, int64 (r), with all or the first `width` blocks.
 
-    With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come with what they
-    have in common (`ByToken`), and are ready to be ranked where that leaves out what is not listed (`ToList`).
+    The result is (b, h, r, width). With `is_causal`, scores with a row's own and later blocks are undefined. A range of
+    tokens needs the scores that the tokens of a block share (`ByToken`); if these leave out blocks that are not listed
+    (`ToList`), the result is ready to be ranked.
     """
     size = block_size if per_token else 1
     hidden = hidden_scoring(factors, size, is_causal)
@@ -186,7 +188,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     grouped, columns = matched_together(units, rank, *((TOKEN_UNITS, TOKEN_BLOCKS) if per_token else ()))
     own, *apart = own_rows(factors.own)
     device = own.device
-    # Where one of these is not given, no program reads it.
+    # Placeholders for absent tensors, which no program reads.
     left_there, right_there = (own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there))
     right = split(factors.right) if factors.halves is None else factors.halves
     read = own, project, left_there, *right, right_there, factors.log_temperature
@@ -203,7 +205,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
         else:
             first, table, seed = together
             scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
-        # Rows that are many fill the machine by themselves, and then project their queries but once.
+        # Many rows fill the GPU without a split over blocks, which would project the queries once per split.
         tiles = -(-many // at_once)
         spans = max((PROGRAMS if together is None else TOKEN_PROGRAMS) // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns

@@ -1,4 +1,4 @@
-"""Launches that list the best blocks of every row, by scores computed as they are needed."""
+"""Launches that list the top-k blocks of every row, from scores computed for some rows at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
 """Scores of several rows per warp, most scores of one row per warp (half with coverage), and most warps of a row.
 Scores are held in registers, and noise needs further registers."""
 READY_REGISTERS = 64, 72, 128
-"""Register limits of a thread that only ranks: one row with up to 32 scores a thread, several rows with as many, or
-more scores. The limits allow many warps without spills."""
+"""Register limits of a thread that only ranks: one row with up to 32 scores per thread, several rows with up to 32, or
+more than 32. The limits allow many warps without spills."""
 SCORED = 64
 """Rows of a launch are a multiple of this, where they are more, so that few tiles are partial."""
 SCORE_BYTES, OF_LISTS, MOST_SCORE_BYTES = 9 * 2**21, 2, 2**29
@@ -89,7 +89,7 @@ def choose(
     options += factors.rounds, room, numbers
     last, least = first + lines, NARROWEST
     while last > first:
-        # Rows see no blocks but those before: the first half of them have half as many to rank.
+        # Causal rows see earlier blocks only, so that the first half of the rows rank half as many blocks.
         wide = max(padded_width(last - 1 if is_causal else t), least)
         begin = max(wide // 2 + 1, first) if is_causal and wide > least else first
         tiles = -(-(min(last * block_size, total) - begin * block_size) // CHOSEN)
@@ -103,7 +103,7 @@ def _rank_launch(
     room: int, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     warps = min(max(wide // (MOST_RANKED // 2 if covers else MOST_RANKED), 1), MOST_WARPS)
-    # Only of rows that all begin at a multiple of 16 bytes a thread reads four scores at a time.
+    # A thread reads four scores at a time if all rows are aligned to 16 bytes.
     side = 4 if numbers[0] % 16 == 0 else 1
     constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side}
     constants |= {"K": padded_width(room)}
@@ -132,11 +132,12 @@ def listed_blocks(
     if rank and factors.halves is None:
         factors = factors._replace(halves=split(factors.right))
     right = factors.halves
-    # Of tokens what is ranked is made with the matches; what covers a share must know scores of all, without noise.
+    # For tokens, the match kernel adds the noise and omits blocks that are not listed. Coverage needs the scores of all
+    # blocks, without noise.
     ready = per_token and rank > 0 and coverage is None
     may = torch.empty(visible.shape, dtype=torch.int32, device=device) if ready else visible
     to_list = ToList(visible, may, (room, *bounds)) if ready else None
-    # Tokens of a block have all but their matches in common.
+    # The tokens of a block share all of their scores except the match.
     shared = hidden_scoring(factors, 1, is_causal, to_list) if per_token and rank else None
     scored = None if shared is not None and in_registers else scoring(factors, block_size, per_token, is_causal)
     read = may, counts if seed is None else seed, indices, counts
@@ -145,15 +146,15 @@ def listed_blocks(
     together: tuple[ByToken, ...] = ()
     while first < t:
         if shared is not None and right is not None and first == made:
-            # Of as many blocks as there are scores to hold at a time, which takes the same memory.
+            # As many blocks as fit the memory of the scores that are held at a time.
             made = min(first + max(held_scores // t, 1), t)
             together = (ByToken(first, shared(range(first, made)), seed if ready else None),)
         if scored is None and right is not None:
             choose(factors, together[0], right, may, indices, counts, block_size, is_causal)
             first = made
             continue
-        # Rows see no blocks but those before: the earlier, the more of them at a time. Scores are read four at a time,
-        # and made for rows of blocks in tiles.
+        # Causal rows see earlier blocks only, so that more of the first rows fit at a time. Widths are multiples of 16,
+        # because scores are read four at a time, and rows of blocks are scored in tiles.
         fit = (isqrt(first**2 + 4 * held_scores // size) - first) // 2 if is_causal else held_scores // (size * t)
         fit = fit // SCORED * SCORED if fit > SCORED and not per_token else max(fit, 1)
         last = min(first + fit, made if together else t)

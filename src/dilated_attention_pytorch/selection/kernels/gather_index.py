@@ -1,4 +1,4 @@
-"""Launches that invert a selection by tokens: for each key block the queries that chose it."""
+"""Launches that invert a selection by tokens: an index of the queries that list each key block."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel
 
 WORDS = 4
-"""Words of 32 tokens that a program turns round: what it counts is written once for all of them."""
+"""Words of 32 tokens per program, which writes one count per key block for all of them."""
 TOGETHER = 64
-"""Choices of each of 32 tokens that are loaded at once."""
+"""List entries of each of 32 tokens that are loaded at once."""
 WINDOW = 1024
-"""Blocks whose places a program holds at once."""
+"""Key blocks whose next rows a program holds at once."""
 COLUMNS = 8
-"""Key tiles of a program that counts: the numbers of as many are moved together."""
+"""Key tiles per program of `runs_kernel`, whose counts are loaded as one vector."""
 
 
 class SelectionInverter:
@@ -35,7 +35,7 @@ class SelectionInverter:
         batch, lists, n, listed = shape
         heads = lists * shared
         key_tiles, shares, each = batch * t, -(-n // (32 * WORDS)), batch * n * listed
-        # What the compiler may know of it lets threads read and write four numbers at once.
+        # A multiple of 16, for which the compiler is specialized, so that threads read and write vectors of four.
         wide = -(-t // 16) * 16
         query_tiles = max(each // size + min(key_tiles, each), 1)
         rows = query_tiles * size
@@ -49,7 +49,8 @@ class SelectionInverter:
         self._room = Arena(torch.int32, device, shapes | {"bits": (heads, batch, shares, WORDS, wide)})
         begin, sizes = self._room.begin, (n, t, heads, batch, listed, wide)
         together, window = min(padded_width(listed), TOGETHER), min(padded_width(t), WINDOW)
-        # Tables as long as what is asked for at once are laid out over the threads alike, and moved between them.
+        # With equal lengths the compiler would give the table of blocks and the list entries one layout, and exchange
+        # both between threads.
         window *= 1 + (window == 32 * together)
         once = {"WORDS": WORDS, "P": together, "T": window, "SHARED": shared, "num_warps": 8}
         self._mark = Launch(
@@ -69,7 +70,7 @@ class SelectionInverter:
 
     @property
     def numbers(self) -> int:
-        """Numbers of an inverted selection, with those that its launches count in between."""
+        """Size of an inverted selection in int32 elements, intermediate counts included."""
         return self._room.total
 
     def __call__(self, indices: Tensor, *first_token: int) -> GatherIndex:
@@ -80,11 +81,11 @@ class SelectionInverter:
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-def inverter_of(selection: Selection, group: int, some: bool) -> tuple[SelectionInverter, Tensor]:
-    """Launches that invert a selection, and its lists as they read them; see `invert_selection`."""
+def inverter_of(selection: Selection, group: int, some: bool = False) -> tuple[SelectionInverter, Tensor]:
+    """Launches that invert a selection, and its lists in the layout that they read; see `invert_selection`."""
     indices = selection.indices
     apart = indices.stride()
-    # Some heads of all are read where they lie.
+    # A slice of heads is read in place.
     if apart[2:] != (indices.shape[3], 1):
         indices = indices.contiguous()
         apart = indices.stride()
@@ -95,7 +96,7 @@ def inverter_of(selection: Selection, group: int, some: bool) -> tuple[Selection
 def invert_selection(selection: Selection, group: int = 1, first_token: int | None = None) -> GatherIndex:
     """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers.
 
-    With `first_token` the lists are those of some tokens of one sample, from that token on.
+    With `first_token` the lists belong to some tokens of one sample, from that token on.
     """
     first = () if first_token is None else (first_token,)
     run, indices = inverter_of(selection, group, bool(first))

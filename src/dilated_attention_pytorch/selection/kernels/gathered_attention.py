@@ -1,4 +1,4 @@
-"""Launches of attention over listed blocks of tokens, added to that over shared blocks in place."""
+"""Launches of attention over the listed blocks of tokens, added in place to the attention over shared blocks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ...kernels.triton.launches import (
     padded_width,
     shares_much,
 )
-from ..attend import RowChunk, TokenAttend
+from ..attend import CallChoices, RowChunk, TokenAttend
 from ..types import GatherIndex
 from . import gather_index, hopper_gathered
 from .gathered_attention_kernels import add_tokens_kernel, chosen_bwd_kernel, chosen_fwd_kernel, join_tokens_kernel
 
 __all__ = ["backward", "delta_of", "forward"]
 JOINED, ASKED = 16, 512
-"""Tokens of a program that joins what they found, and numbers of each that it asks for at once."""
+"""Tokens per program of `join_tokens_kernel` and `add_tokens_kernel`, and elements of each that are in flight."""
 RUN, ENOUGH = 16, 2048
-"""Tiles of gathered queries that a program of the forward takes, where that leaves so many programs."""
+"""Most query tiles per program of the forward kernel, and programs from which on a program takes several."""
 WHOLE = {64: (Tiles(64, 128, 4, 2), Tiles(32, 128, 4, 2)), 128: (Tiles(64, 128, 4, 2), Tiles(64, 128, 8, 2))}
-"""Tiles of both passes by width, which hold a whole block of 128 keys, in half precision where much is shared."""
+"""Tiles of both passes by width, for half precision on GPUs with large shared memory; a tile holds a whole block."""
 
 
 class Prepared(NamedTuple):
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
     launches: tuple[tuple[Launch | hopper_gathered.ChosenBackward, Grid], ...]
     part: tuple[int, ...]
-    """Shape of what gathered queries get."""
+    """Shape of the partial output, or partial dQ, of gathered queries."""
 
 
 _cache: dict[tuple[object, ...], Prepared] = {}
@@ -63,7 +63,7 @@ def _prepared(
     masked = call.key_padding_mask is not None, bounds is not None
     shapes = query.shape, call.key.shape[1], value.shape[3], chosen.source.shape, chosen.place.shape
     strides = query.stride(), call.key.stride(), value.stride(), *[x.stride() for x in tensors]
-    # TMA and copies of 16 bytes begin at their multiples.
+    # TMA and vector copies need addresses that are multiples of 16 bytes.
     begins = query.data_ptr() | call.key.data_ptr() | value.data_ptr() | tensors[0].data_ptr()
     layout = make, *options, *masked, begins % 16, *shapes, _stream(call, chunk), *strides
     cached = _cache.get(layout)
@@ -75,7 +75,7 @@ def _prepared(
 
 
 def _unbounded(bounds: Tensor | None) -> tuple[None, ...]:
-    """Argument of kernels in place of bounds that a call does not have: compiled in, so that it changes no code."""
+    """None in place of absent bounds: a compile-time constant, which leaves the code without bounds unchanged."""
     return (None,) if bounds is None else ()
 
 
@@ -104,19 +104,28 @@ def _forward_launches(
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
 
 
-def forward(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, near: Forward, chunk: RowChunk) -> None:
-    """Join the choices of a chunk to what all rows share, in place.
+def forward(
+    call: AttentionCall,
+    chosen: GatherIndex,
+    bounds: Tensor | None,
+    near: Forward,
+    chunk: RowChunk,
+    choices: CallChoices,
+) -> None:
+    """Merge the attention over the listed blocks of a chunk into the output over shared blocks, in place.
 
     Args:
-        call: of what all rows share: (b, h, n, d) queries and so on, and its plan's block size and masks.
-        chosen: the choices of the chunk.
-        bounds: int64 (n, 2), first key and end of the keys that each token may see; None for all.
+        call: call over the shared blocks, with (b, h, n, d) queries.
+        chosen: inverted index of the chunk.
+        bounds: int64 (n, 2), first key and end of the keys that each token may see; None for all keys.
         near: output and LSE of the call.
         chunk: samples, query heads and tokens.
+        choices: choices of calls with the layout of this one.
     """
     query, key, value = _of_chunk(call, chunk)
     output, lse = chunk.rows(near.output), chunk.rows(near.lse)
-    launches, shape = _prepared(_forward_launches, call, chosen, bounds, chunk, output, lse)
+    make = partial(_prepared, _forward_launches, call, chosen, bounds, chunk, output, lse)
+    launches, shape = choices.derive(("forward", output.stride()), make) if chunk.is_whole else make()
     (attend, attend_grid), (join, join_grid) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
     part_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
@@ -136,7 +145,7 @@ def _backward_launches(
     on_hopper = hopper_gathered.why_not(call, chosen, bounds, query, key, value, grad, grad_key, grad_value) is None
     if on_hopper:
         part = torch.empty(0, dtype=query.dtype, device=device)
-        # Of LSE and delta only the types matter.
+        # Only the dtypes of LSE and delta matter here.
         numbers = torch.empty(0, device=device)
         tables = chosen.source, chosen.first, chosen.order
         like = query, key, value, grad, numbers, numbers, part, grad_key, grad_value, *tables
@@ -167,18 +176,18 @@ def backward(
     delta: Tensor,
     grad_output: Tensor,
 ) -> None:
-    """Add the gradients of a chunk's choices to the gradients of what all rows share, in place.
+    """Add the gradients over the listed blocks of a chunk to the gradients over shared blocks, in place.
 
     Args:
-        call: see `forward`, as `chosen`, `bounds` and `chunk`.
-        near: gradients of the call's queries, with the output and LSE of the whole rows, and of the chunk's keys and
-            values.
-        lse: of the whole rows, (b, h, n), contiguous.
+        call: see `forward`, also for `chosen`, `bounds` and `chunk`.
+        near: gradients of the call's queries, computed with the output and LSE over all blocks, and of the keys and
+            values of the chunk.
+        lse: LSE over all blocks, (b, h, n), contiguous.
         delta: see `delta_of`.
         grad_output: (b, h, n, e).
     """
     query, key, value = _of_chunk(call, chunk)
-    # Kernels number the tokens of whole samples, but join parts by tokens of the chunk.
+    # Kernels number the tokens of whole samples, but add partial dQ by tokens of the chunk.
     grad, grad_query = chunk.all_tokens(grad_output), chunk.rows(near.query)
     changed = grad, grad_query, near.key, near.value
     launches, shape = _prepared(_backward_launches, call, chosen, bounds, chunk, *changed)
@@ -200,7 +209,7 @@ def _tiles(call: AttentionCall) -> tuple[Tiles, Tiles]:
 
 
 def _together(width: int) -> int:
-    """Choices of a token that are loaded at once."""
+    """List entries of a token that are loaded at once."""
     return max(ASKED // padded_width(width), 1)
 
 
@@ -210,7 +219,7 @@ def _of_chunk(call: AttentionCall, chunk: RowChunk) -> tuple[Tensor, Tensor, Ten
 
 
 def _read(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, chunk: RowChunk) -> tuple[Tensor, ...]:
-    """Padding, seed and, where given, bounds; what a call does not have is never read."""
+    """Padding, seed and bounds, if any; `chosen.source` is a placeholder for absent ones, which no program reads."""
     padding = call.key_padding_mask
     padding = chosen.source if padding is None else padding[chunk.samples].contiguous().view(torch.uint8)
     seed = chosen.source if call.seed is None else call.seed
@@ -218,7 +227,7 @@ def _read(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, chunk
 
 
 def _stream(call: AttentionCall, chunk: RowChunk) -> int:
-    """Heads of all samples before the first of a chunk."""
+    """Number of heads, over all samples, before the first head of a chunk."""
     return chunk.samples.start * call.query.shape[1] + chunk.heads.start
 
 
@@ -237,13 +246,13 @@ class GatheredAttend(TokenAttend):
     """Attention over a selection by tokens whose listed blocks are added to the shared ones in place."""
 
     index: tuple[tuple[object, ...], GatherIndex] | None = field(default=None, init=False)
-    """Latest inverted selection, after its samples, lists, heads of a list and tokens; kept for the backward pass if it
-    is that of a whole call"""
+    """Latest inverted selection with its cache key (samples, lists, heads per list, tokens); kept for the backward pass
+    if it covers a whole call"""
 
     def _most_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
         s = self.selection
         # The run of each key block may leave part of a tile empty.
-        bits = MOST_BITS // max(s.blocks, s.indices.shape[-1] + 1) - len(query) * s.block_size
+        bits = MOST_BITS // max(s.blocks, s.indices.shape[-1] + 1) - query.shape[0] * s.block_size
         whole, most = TokenAttend._most_rows(self, query, key, value)
         return min(whole, bits), min(most, bits)
 
@@ -253,23 +262,32 @@ class GatheredAttend(TokenAttend):
         first = chunk.heads.start // self.selection.group
         sizes = chunk.samples.start, first, own.indices.shape, own.group, chunk.tokens.start
         if self.index is None or self.index[0] != sizes:
-            # Not two of them at a time.
+            # Free the previous index before the next one is allocated.
             self.index = None
             heads, key_heads = (x.stop - x.start for x in (chunk.heads, chunk.key_heads))
             first = () if own.indices.shape[2] == own.n else (chunk.tokens.start,)
-            run, indices = gather_index.inverter_of(own, heads // key_heads, bool(first))
-            invert, name = partial(run, indices, *first), ("index", heads // key_heads)
-            self.index = sizes, self._derive(name, invert, run.numbers) if own is self.selection else invert()
+            invert = partial(gather_index.invert_selection, own, heads // key_heads, *first)
+            if own is self.selection:
+                numbers = self.choices.derive(
+                    "numbers", lambda: gather_index.inverter_of(own, heads // key_heads)[0].numbers
+                )
+                self.index = sizes, self._derive(("index", heads // key_heads), invert, numbers)
+            else:
+                self.index = sizes, invert()
         return self.index[1]
+
+    def _chunks(self, call: AttentionCall) -> list[RowChunk]:
+        """`chunks` of the call, which follow from its layout."""
+        return self.choices.derive("chunks", lambda: [*self.chunks(call.query, call.key, call.value)])
 
     def _skips_hidden(self) -> bool:
         # Every row is joined if anything can be listed.
         return self.selection.indices.shape[-1] > 0
 
     def _join(self, call: AttentionCall, shared: Forward) -> Forward:
-        chunks = [*self.chunks(call.query, call.key, call.value)]
+        chunks = self._chunks(call)
         for chunk in chunks:
-            forward(call, self._inverted(call, chunk), self.selection.bounds, shared, chunk)
+            forward(call, self._inverted(call, chunk), self.selection.bounds, shared, chunk, self.choices)
         self.index = self.index if len(chunks) == 1 else None
         return shared
 
@@ -282,7 +300,7 @@ class GatheredAttend(TokenAttend):
         grad_output: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        chunks = [*self.chunks(call.query, call.key, call.value)]
+        chunks = self._chunks(call)
         if not chunks:
             return tuple(shared)
         rest = lse, delta_of(output, lse, grad_output, grad_lse), grad_output
@@ -301,7 +319,7 @@ class GatheredAttend(TokenAttend):
                 grads = Gradients(shared.query, *(chunk.keys(x) for x in shared[1:]))
                 backward(call, self._inverted(call, chunk), bounds, grads, chunk, *rest)
             return
-        # Summed in float32: every chunk is rounded by itself, and so is their sum, once.
+        # Summed in float32: each chunk is rounded once, and their sum once.
         own = [x[:, chunks[0].key_heads] for x in shared[1:]]
         sums = [torch.zeros(x.shape, dtype=rest[0].dtype, device=x.device) for x in own]
         parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in own]

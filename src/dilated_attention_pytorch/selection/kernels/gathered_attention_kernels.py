@@ -1,10 +1,10 @@
-"""Attention of tokens on their listed blocks: an outer loop over key blocks gathers the queries that chose them.
+"""Attention of tokens on their listed blocks: an outer loop over key blocks gathers the queries that list them.
 
-Attention over shared blocks is complete before, and the listed blocks are added in place. Forward: every tile of
-gathered queries reads one key block and writes its own softmax state; a second kernel merges the states of each token
-in the order of its list. Backward: dK and dV by key block over its tiles of queries, which write parts of dQ; a second
-kernel adds them up by token. Nothing is copied to gather it, and without atomics gradients have the same bits in every
-run.
+These kernels run after attention over the blocks that all tokens share, and add the listed blocks in place. Forward:
+each tile of gathered queries reads one key block and writes its own softmax state; a second kernel merges the states of
+a token in the order of its list. Backward: dK and dV are summed by key block over its query tiles, which write partial
+dQ; a second kernel sums these by token. Queries are gathered by address, without a copy, and gradients are bitwise
+reproducible, because there are no atomics.
 
 Names as in `primitives`; `p_source`, `p_place`, `p_tile` and `p_first` are those of `types.GatherIndex`.
 """
@@ -29,29 +29,29 @@ from ...kernels.triton.primitives import (
 
 
 @triton.jit
-def sources(p_source, first, end, o_m):
-    """What gathered rows from `first` on stand for; filler from `end` on."""
+def load_sources(p_source, first, end, o_m):
+    """Tokens of the gathered rows `first + o_m`, numbered over all samples; -1, the mark of filler, from `end` on."""
     return tl.load(p_source + first + o_m, mask=first + o_m < end, other=-1)
 
 
 @triton.jit
-def gathered(b_source, sample, n):
-    """Tokens that gathered rows stand for, counted in their sample, int64; and whether they are more than filler."""
+def tokens_of_sources(b_source, sample, n):
+    """Tokens of gathered rows within their sample, int64, and a mask of the rows that are not filler."""
     return b_source.to(tl.int64) - sample * n, b_source >= 0
 
 
 @triton.jit
-def shown_keys(p_padding, sample, n, o_key, PADDING: tl.constexpr):
-    """Whether keys take part."""
-    b_shown = o_key < n
+def key_exists(p_padding, sample, n, o_key, PADDING: tl.constexpr):
+    """Mask of the keys that exist and are not padding."""
+    b_valid = o_key < n
     if PADDING:
-        b_shown = tl.load(p_padding + sample * n + o_key, mask=b_shown, other=1) == 0
-    return b_shown
+        b_valid = tl.load(p_padding + sample * n + o_key, mask=b_valid, other=1) == 0
+    return b_valid
 
 
 @triton.jit
 def key_bounds(p_bounds, o_q, b_exist):
-    """First key and end of the keys that rows may see; unused without bounds."""
+    """First key and end of the keys that each query may see; placeholders without bounds."""
     if p_bounds is None:
         return 0, 0
     else:
@@ -60,11 +60,11 @@ def key_bounds(p_bounds, o_q, b_exist):
 
 
 @triton.jit
-def seen_keys(p_bounds, b_shown, o_key, b_low, b_high):
-    """Arguments of `visible`, all broadcastable: keys visible to every row, or to each row within its bounds."""
+def visible_arguments(p_bounds, b_valid, o_key, b_low, b_high):
+    """Arguments of `visible` for keys that exist, and with bounds lie within those of each query; all broadcastable."""
     if p_bounds is not None:
-        b_shown = b_shown & (o_key >= b_low) & (o_key < b_high)
-    return b_shown, 0, False, b_shown, 0, 0
+        b_valid = b_valid & (o_key >= b_low) & (o_key < b_high)
+    return b_valid, 0, False, b_valid, 0, 0
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "run", "threshold", "first_head"])
@@ -76,10 +76,11 @@ def chosen_fwd_kernel(
     EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of the gathered queries of `run` tiles on the one block that each tile chose.
+    """Partial output and LSE of the gathered queries of `run` query tiles, each on its one key block.
 
-    Tiles that chose the same follow one another: the block is read once for them, where a program can hold it whole.
-    SIGN as in the forward over plans. `p_bounds` are the first key and the end of the keys of each token, or None.
+    Query tiles of the same key block are adjacent: the block is loaded once for all of them if it fits a program (BN =
+    BLOCK). SIGN is the sign of the scale, as in the forward kernel of plans. `p_bounds` holds the first key and the end
+    of the keys of each token, or is None.
     """
     SUB_M: tl.constexpr = BLOCK // BM
     HOLES: tl.constexpr = RAGGED or PADDING
@@ -103,14 +104,14 @@ def chosen_fwd_kernel(
         p_k_tile = p_k + sample * sk_b + (head // group) * sk_h + o_key[:, None] * sk_n + o_d[None, :]
         p_v_tile = p_v + sample * sv_b + (head // group) * sv_h + o_key[:, None] * sv_n + o_e[None, :]
         if BN == BLOCK:
-            b_shown = shown_keys(p_padding, sample, n, o_key, PADDING)
-            b_k = load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES)
-            b_v = load_rows(p_v_tile, b_shown, o_e, E, EP, HOLES)
-        b_next = sources(p_source, at * BLOCK, stop * BLOCK, o_m)
+            b_valid = key_exists(p_padding, sample, n, o_key, PADDING)
+            b_k = load_rows(p_k_tile, b_valid, o_d, D, DP, HOLES)
+            b_v = load_rows(p_v_tile, b_valid, o_e, E, EP, HOLES)
+        b_next = load_sources(p_source, at * BLOCK, stop * BLOCK, o_m)
         for j in range(at * SUB_M, stop * SUB_M):
-            o_q, b_exist = gathered(b_next, sample, n)
-            # A step ahead, so that the rows themselves can be asked for ahead of their step.
-            b_next = sources(p_source, (j + 1) * BM, stop * BLOCK, o_m)
+            o_q, b_exist = tokens_of_sources(b_next, sample, n)
+            # Loaded one step ahead, so that the loads of the rows, which depend on it, can be pipelined.
+            b_next = load_sources(p_source, (j + 1) * BM, stop * BLOCK, o_m)
             p_q_tile = p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
             b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, True)
             if SIGN != 1:
@@ -121,7 +122,7 @@ def chosen_fwd_kernel(
             b_low, b_high = key_bounds(p_bounds, o_q[:, None], b_exist[:, None])
             b_m, b_l, b_acc = empty_softmax(BM, EP)
             if BN == BLOCK:
-                elements = seen_keys(p_bounds, b_shown[None, :], o_key[None, :], b_low, b_high)
+                elements = visible_arguments(p_bounds, b_valid[None, :], o_key[None, :], b_low, b_high)
                 b_acc, b_l, b_m = softmax_step(
                     b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, o_key, scale, threshold,
                     inverse_keep, BLOCK, True, False, CUT, False, DROPOUT, PRECISION, False,
@@ -129,10 +130,10 @@ def chosen_fwd_kernel(
             else:
                 for part in range(BLOCK // BN):
                     o_part = o_key + part * BN
-                    b_seen = shown_keys(p_padding, sample, n, o_part, PADDING)
+                    b_seen = key_exists(p_padding, sample, n, o_part, PADDING)
                     b_k_part = load_rows(p_k_tile + part * BN * sk_n, b_seen, o_d, D, DP, HOLES)
                     b_v_part = load_rows(p_v_tile + part * BN * sv_n, b_seen, o_e, E, EP, HOLES)
-                    elements = seen_keys(p_bounds, b_seen[None, :], o_part[None, :], b_low, b_high)
+                    elements = visible_arguments(p_bounds, b_seen[None, :], o_part[None, :], b_low, b_high)
                     b_acc, b_l, b_m = softmax_step(
                         b_acc, b_l, b_m, b_q, b_k_part, b_v_part, elements, b_row, o_part, scale,
                         threshold, inverse_keep, BLOCK, False, False, CUT, False, DROPOUT, PRECISION, False,
@@ -145,14 +146,14 @@ def chosen_fwd_kernel(
 
 
 @triton.jit
-def slots_used(p_token, b_exist, rows, slots, BM: tl.constexpr):
-    """How many slots some of BM tokens has filled; those that are not come last."""
-    b_many = tl.zeros([BM], tl.int32)
+def most_entries_used(p_token, b_exist, rows, slots, BM: tl.constexpr):
+    """Largest number of used list entries of BM tokens; unused entries are last."""
+    b_used = tl.zeros([BM], tl.int32)
     for first in range(0, slots, 64):
         o_s = first + tl.arange(0, 64)
         b_mask = b_exist[:, None] & (o_s < slots)[None, :]
-        b_many += tl.sum((tl.load(p_token[:, None] + o_s[None, :], mask=b_mask, other=rows) < rows).to(tl.int32), 1)
-    return tl.max(b_many, 0)
+        b_used += tl.sum((tl.load(p_token[:, None] + o_s[None, :], mask=b_mask, other=rows) < rows).to(tl.int32), 1)
+    return tl.max(b_used, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
@@ -160,7 +161,8 @@ def join_tokens_kernel(
     p_out, p_lse, p_part, p_part_lse, p_place, rows, n, slots, so_b, so_h, so_n, sl_b, sl_h, sl_n,
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Join what BM tokens found in the blocks they chose to what all share."""
+    """Merge the partial outputs of BM tokens on their listed blocks into the output and LSE of the shared blocks.
+    TOGETHER list entries are merged at a time."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_e = tl.arange(0, EP)
     head = tl.program_id(1).to(tl.int64)
@@ -173,8 +175,8 @@ def join_tokens_kernel(
     b_l = tl.where(b_m == NO_KEY, 0.0, 1.0)
     b_acc = load_rows(p_line, b_m != NO_KEY, o_e, E, EP, True).to(tl.float32)
     p_token = p_place + o_token * slots
-    for first in range(0, slots_used(p_token, b_exist, rows, slots, BM), TOGETHER):
-        # All are asked for before the first is needed: they lie anywhere.
+    for first in range(0, most_entries_used(p_token, b_exist, rows, slots, BM), TOGETHER):
+        # All loads are issued before the first use, because the rows are scattered in memory.
         b_lses = ()
         b_parts = ()
         b_top = b_m
@@ -204,10 +206,8 @@ def add_tokens_kernel(
     p_dq, p_part, p_place, scale, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TURNED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM tokens get from the blocks they chose, in the order of their lists.
-
-    TURNED are the columns as `primitives.leave_piece` stores them.
-    """
+    """Add the partial dQ of BM tokens, in the order of their lists, to the dQ of the shared blocks. With TURNED the
+    columns are permuted as `hopper.primitives.leave_piece` stores them."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     head = tl.program_id(1).to(tl.int64)
@@ -215,10 +215,10 @@ def add_tokens_kernel(
     b_exist = o_q < n
     o_token = head * (n * tl.num_programs(2)) + sample * n + o_q
     p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
-    b_near = load_rows(p_line, b_exist, o_d, D, DP, True)
+    b_dq = load_rows(p_line, b_exist, o_d, D, DP, True)
     b_sum = tl.zeros([BM, DP], tl.float32)
     p_token = p_place + o_token * slots
-    for first in range(0, slots_used(p_token, b_exist, rows, slots, BM), TOGETHER):
+    for first in range(0, most_entries_used(p_token, b_exist, rows, slots, BM), TOGETHER):
         b_parts = ()
         for slot in tl.static_range(TOGETHER):
             b_here = b_exist & (0 * o_q + first + slot < slots)
@@ -229,7 +229,7 @@ def add_tokens_kernel(
             b_sum += b_parts[slot].to(tl.float32)
     if TURNED:
         b_sum = tl.reshape(tl.permute(tl.reshape(b_sum, [BM, DP // 64, 4, 8, 2]), (0, 1, 3, 2, 4)), [BM, DP])
-    store_rows(p_line, b_near + b_sum * scale, b_exist, o_d, D, DP)
+    store_rows(p_line, b_dq + b_sum * scale, b_exist, o_d, D, DP)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold", "first_head"])
@@ -241,10 +241,11 @@ def chosen_bwd_kernel(
     EP: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV of a key block what the queries that chose it give, and leave what each of those gets from it.
+    """Add the gradients from the gathered queries of a key block to its dK and dV, and store the partial dQ of each.
 
-    Over the query heads that read the keys. A gathered row meets one block, so what it gets needs no other program.
-    BN keys are held at a time; the rows go past once for each such part of the block.
+    Sums run over the GROUP query heads of the key head. A gathered row belongs to one key block, so that no other
+    program writes its partial dQ. BN keys are held at a time; the rows are streamed once for each such part of the
+    block, and dQ accumulates over the parts.
     """
     SUB_M: tl.constexpr = BLOCK // BM
     HOLES: tl.constexpr = RAGGED or PADDING
@@ -258,11 +259,11 @@ def chosen_bwd_kernel(
     o_e = tl.arange(0, EP)
     for part in range(BLOCK // BN):
         o_key = (tile - sample * blocks) * BLOCK + part * BN + tl.arange(0, BN)
-        b_shown = shown_keys(p_padding, sample, n, o_key, PADDING)
+        b_valid = key_exists(p_padding, sample, n, o_key, PADDING)
         p_k_tile = p_k + sample * sk_b + key_head * sk_h + o_key[:, None] * sk_n + o_d[None, :]
         p_v_tile = p_v + sample * sv_b + key_head * sv_h + o_key[:, None] * sv_n + o_e[None, :]
-        b_k = load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES)
-        b_v = load_rows(p_v_tile, b_shown, o_e, E, EP, HOLES)
+        b_k = load_rows(p_k_tile, b_valid, o_d, D, DP, HOLES)
+        b_v = load_rows(p_v_tile, b_valid, o_e, E, EP, HOLES)
         b_dk = tl.zeros([BN, DP], tl.float32)
         b_dv = tl.zeros([BN, EP], tl.float32)
         for member in range(GROUP):
@@ -274,11 +275,11 @@ def chosen_bwd_kernel(
             first = tl.load(p_run) * SUB_M
             stop = tl.load(p_run + 1) * SUB_M
             p_source_head = p_source + head * rows
-            b_next = sources(p_source_head, first * BM, stop * BM, o_m)
+            b_next = load_sources(p_source_head, first * BM, stop * BM, o_m)
             for j in range(first, stop):
                 o_row = head * rows + j * BM + o_m
-                o_q, b_exist = gathered(b_next, sample, n)
-                b_next = sources(p_source_head, (j + 1) * BM, stop * BM, o_m)
+                o_q, b_exist = tokens_of_sources(b_next, sample, n)
+                b_next = load_sources(p_source_head, (j + 1) * BM, stop * BM, o_m)
                 b_lse = reference_of(tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY))
                 b_delta = tl.load(p_delta + stream * n + o_q, mask=b_exist, other=0.0)
                 b_q = load_rows(p_q_head + o_q[:, None] * sq_n, b_exist, o_d, D, DP, True)
@@ -287,24 +288,24 @@ def chosen_bwd_kernel(
                 if DROPOUT:
                     b_row = dropout_rows(p_seed, stream, o_q)
                 b_low, b_high = key_bounds(p_bounds, o_q[None, :], b_exist[None, :])
-                elements = seen_keys(p_bounds, b_shown[:, None], o_key[:, None], b_low, b_high)
+                elements = visible_arguments(p_bounds, b_valid[:, None], o_key[:, None], b_low, b_high)
                 b_dk, b_dv, b_ds = dkv_step(
                     b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, o_key,
                     scale_log2, threshold, inverse_keep, BLOCK, False, CUT, False, DROPOUT, PRECISION, False,
                 )  # fmt: skip
                 b_by_width = tl.trans(b_k)
                 if BN < BLOCK:
-                    # Read again where it is tight: a third layout of wide keys would not fit beside the others.
-                    b_by_width = tl.trans(load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES))
+                    # Loaded again, because a third layout of wide keys would not fit beside the other two.
+                    b_by_width = tl.trans(load_rows(p_k_tile, b_valid, o_d, D, DP, HOLES))
                 b_dq = tl.trans(tl.dot(b_by_width, b_ds, input_precision=PRECISION))
-                p_got = p_part + o_row[:, None] * D + o_d[None, :]
+                p_dq_part = p_part + o_row[:, None] * D + o_d[None, :]
                 if BN < BLOCK:
-                    b_dq += load_rows(p_got, b_exist & (part + o_m * 0 > 0), o_d, D, DP, True)
-                store_rows(p_got, b_dq, b_exist, o_d, D, DP)
+                    b_dq += load_rows(p_dq_part, b_exist & (part + o_m * 0 > 0), o_d, D, DP, True)
+                store_rows(p_dq_part, b_dq, b_exist, o_d, D, DP)
         p_dk_tile = p_dk + sample * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
         p_dv_tile = p_dv + sample * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
-        store_rows(p_dk_tile, b_dk * scale + load_rows(p_dk_tile, b_shown, o_d, D, DP, True), b_shown, o_d, D, DP)
-        store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_shown, o_e, E, EP, True), b_shown, o_e, E, EP)
+        store_rows(p_dk_tile, b_dk * scale + load_rows(p_dk_tile, b_valid, o_d, D, DP, True), b_valid, o_d, D, DP)
+        store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_valid, o_e, E, EP, True), b_valid, o_e, E, EP)
         if BN < BLOCK:
-            # What other threads wrote is read in the next part.
+            # The next part reads the dQ that other threads wrote.
             tl.debug_barrier()

@@ -17,7 +17,7 @@ from ..types import GatherIndex
 
 BLOCK = 128
 MOST = 2**31
-"""Numbers of 16 bytes that lie before a row of a head, and rows of all heads, must be fewer."""
+"""Limit of offsets of rows within a head, in units of 16 bytes, and of the number of gathered rows of all heads."""
 
 
 class GatherConfig(NamedTuple):
@@ -28,16 +28,16 @@ class GatherConfig(NamedTuple):
     stages: int = 3
     """Pipeline depth: one tile being consumed, one ready, one in flight."""
     registers: int = 232
-    """Registers a thread of a multiplying warpgroup gets."""
+    """Registers per thread of a consumer warpgroup."""
     loader_registers: int = 40
-    """And of the gathering one; with fewer it spills the places of its rows."""
+    """Registers per thread of the producer warpgroup; with fewer it spills the addresses of its rows."""
 
 
 CONFIGS = {64: GatherConfig(128), 128: GatherConfig(64)}
 
 
 def why_not(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, *moved: Tensor) -> str | None:
-    """Why the kernel cannot run the backward of a call and of those choices; `moved` are the tensors it moves."""
+    """Reason why the kernel cannot run the backward of a call and its inverted index; `moved` are its large tensors."""
     query = call.query
     problem = hopper_backend.device_problem(query.device)
     if problem is not None:
@@ -65,11 +65,11 @@ def why_not(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, *mo
 
 
 QUERY, KEY, VALUE, GRAD, LSE, DELTA, PART, GRAD_KEY, GRAD_VALUE, SOURCE, FIRST, ORDER, AFTER = range(13)
-"""Slots of the tensors that the launch is given, and how many it needs."""
+"""Slots of the tensors of a launch, and their number."""
 
 
 class ChosenBackward:
-    """LaunchStep of `gathered_attention.chosen_bwd_kernel` for calls and choices of one layout."""
+    """Launch of `hopper_gathered_kernel.chosen_bwd_kernel` for calls and inverted indices of one layout."""
 
     def __init__(self, call: AttentionCall, chosen: GatherIndex, first_head: int, tensors: Tensors) -> None:
         from .hopper_gathered_kernel import chosen_bwd_kernel

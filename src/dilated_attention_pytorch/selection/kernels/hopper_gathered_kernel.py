@@ -1,8 +1,8 @@
-"""Backward over gathered queries for Hopper in Gluon: the products of `dkv_kernel`, on rows that lie anywhere.
+"""Backward over gathered queries for Hopper in Gluon: the consumers of `dkv_kernel`, on rows at any address.
 
-A work item is a key block of one key head, with the tiles of queries that chose it. TMA gathers nothing on these GPUs:
-a warpgroup copies the rows one by one, while the other two multiply. A gathered row meets no other block, so what it
-gets is stored, not added up; dK and dV are joined to what the other rows gave.
+A work item is a key block of one key head with the query tiles that list it. TMA on Hopper cannot gather rows: a
+producer warpgroup copies them with cp.async, while two consumer warpgroups multiply. A gathered row belongs to one key
+block, so that its partial dQ is stored, not accumulated; dK and dV are added to the gradients from the shared blocks.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset.
 """
@@ -20,32 +20,30 @@ from ...kernels.hopper.primitives import ROWS, barrier_pairs, base_2, copy_rows_
 # Releases after 3.6 renamed it.
 copy_in = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-LOADERS = gl.constexpr(14)
-"""Hardware barrier of the warpgroup that gathers."""
+PRODUCER_BARRIER = gl.constexpr(14)
+"""Named hardware barrier of the producer warpgroup."""
 
 
 @gluon.jit
-def meet_loaders():
-    """Wait until all four warps are here; what they wrote to shared memory before is then seen by all."""
+def sync_producers():
+    """Synchronize the four producer warps; their earlier writes to shared memory are then visible to all of them."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, 128; mov.b32 $0, 0;", "=r,n", [LOADERS], dtype=gl.int32, is_pure=False, pack=1
+        "bar.sync $1, 128; mov.b32 $0, 0;", "=r,n", [PRODUCER_BARRIER], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def tell(full):
-    """Say that a slot is full, once all four warps have there what they copied."""
+def signal_full(full):
+    """Arrive on the full barrier of a pipeline stage once the copies of all four producer warps are visible."""
     fence_async_shared()
-    meet_loaders()
+    sync_producers()
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
 def copy_gathered(p_rows, o_row, exist, stride, buffer):
-    """Start copying the rows at those places, 16 bytes a thread, and zeros for filler.
-
-    Strides are counted in 16 bytes, which tells the compiler how the rows are aligned.
-    """
+    """Start copying the rows `o_row` into a buffer [BM, D], 16 bytes per thread; rows that do not exist become zeros.
+    Strides are in units of 16 bytes, so that the compiler can derive the alignment of rows."""
     layout: gl.constexpr = o_row.type.layout.parent
     col = gl.expand_dims(gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout)), 0)
     p_row = p_rows + (o_row * stride).to(gl.int64) * 8
@@ -53,17 +51,17 @@ def copy_gathered(p_rows, o_row, exist, stride, buffer):
 
 
 @gluon.jit
-def gather_tiles(
+def load_gathered_tiles(
     k_desc, v_desc, b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
     p_q, p_do, p_lse, p_delta, p_source, p_first, p_order, rows, n, blocks, key_tiles, heads, first_head, group,
     sq_b, sq_h, sq_n, sg_b, sg_h, sg_n, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that loads: a key block, then every tile of queries that chose it, of every head of the group."""
+    """Producer warpgroup: load a key block, then every query tile that lists it, over the query heads of the group."""
     BM: gl.constexpr = b_q.shape[1]
     D: gl.constexpr = b_q.shape[2]
     SUB: gl.constexpr = BLOCK // BM
     by_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
-    alone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    one_each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     key_head = gl.program_id(1)
     tile = gl.load(p_order + key_head * key_tiles + gl.program_id(0))
     sample = tile // blocks
@@ -74,14 +72,14 @@ def gather_tiles(
         p_run = p_runs + member * (key_tiles + 1)
         steps += (gl.load(p_run + 1) - gl.load(p_run)) * SUB
     post(b_item.index(0), key_head, first_key, steps, sample, n - first_key, 0)
-    meet_loaders()
+    sync_producers()
     mbarrier.expect(kv_full.index(0), 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
         row = first_key + half * ROWS
         copy_rows_in(k_desc, None, sample, key_head, 0, row, 0, kv_full.index(0), b_k.index(half))
         copy_rows_in(v_desc, None, sample, key_head, 0, row, 0, kv_full.index(0), b_v.index(half))
     o_tile = gl.arange(0, BM, by_row)
-    o_own = gl.arange(0, BM, alone)
+    o_own = gl.arange(0, BM, one_each)
     count = 0
     for member in range(group):
         head = key_head * group + member
@@ -107,16 +105,16 @@ def gather_tiles(
             b_rows.index(slot).slice(BM, BM).store(delta)
             post(b_tile.index(slot), first_place + j, -1, 0, 0, 0, 0)
             if count > 0:
-                # The tile before has had the time of this one's start to arrive.
+                # Wait for the copies of the previous tile only, which overlap with those of this one.
                 async_copy.wait_group(1)
-                tell(full.index((count + STAGES - 1) % STAGES))
+                signal_full(full.index((count + STAGES - 1) % STAGES))
             count += 1
     if count > 0:
         async_copy.wait_group(0)
-        tell(full.index((count + STAGES - 1) % STAGES))
+        signal_full(full.index((count + STAGES - 1) % STAGES))
     mbarrier.wait(kv_empty.index(0), 0)
     post(b_item.index(0), 0, 0, 0, -1, 0, 0)
-    tell(kv_full.index(0))
+    signal_full(kv_full.index(0))
 
 
 @gluon.jit(
@@ -132,7 +130,8 @@ def chosen_bwd_kernel(
     sg_n, scale, scale_log2, BLOCK: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Join dK and dV of a key block to what is there, and leave what each query that chose it gets, not yet scaled."""
+    """Add to dK and dV of a key block, and store the partial dQ of each query that lists it, without the scale. Two
+    consumer warpgroups (`gather_keys`) hold 64 keys each; a third warpgroup is the producer."""
     D: gl.constexpr = k_desc.block_shape[3]
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -160,7 +159,7 @@ def chosen_bwd_kernel(
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, None, full, empty, kv_full, kv_empty,
                 p_dk, p_dv, p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
             )),
-            (gather_tiles, (
+            (load_gathered_tiles, (
                 k_desc, v_desc, b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
                 p_q, p_do, p_lse, p_delta, p_source, p_first, p_order, rows, n, blocks, key_tiles, heads, first_head,
                 group, sq_b, sq_h, sq_n, sg_b, sg_h, sg_n, BLOCK, STAGES,

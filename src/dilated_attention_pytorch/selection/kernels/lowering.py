@@ -35,11 +35,11 @@ MOST_ENTRIES = 2**31
 
 
 class ListedBlocks:
-    """What lays out selections of some sizes by query blocks, in two pieces of memory: one for each direction.
+    """Launches that write the lists and work items of selections by query blocks, in two arenas: one per direction.
 
-    A block has `halves` items for Hopper (one, or two of 128 rows), or 0 where Hopper does not run it. With `few` the
-    same row of all heads starts together, and of dK and dV the heaviest of all heads; otherwise one head after another.
-    `shared` query heads share a list; rows of all heads are laid out.
+    A block has `halves` items for Hopper (one, or two of 128 rows), or 0 if Hopper does not run it. With `few` items
+    the same row of all heads starts together, and items of dK and dV are sorted over all heads; otherwise heads start
+    one after another. `shared` query heads share a list, but every head has its own rows.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ListedBlocks:
             query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
             P=padded_width(many), **options, BY_ROW=few, SHARED=shared, num_warps=4 if many > 256 else 1,
         )  # fmt: skip
-        # What is not used of the lists is looked at with the rest.
+        # Unused entries of the lists are read like the others, so they are set to 0.
         begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
             mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
@@ -86,24 +86,24 @@ class ListedBlocks:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a layout in both directions."""
+        """Size of both arenas in int32 elements."""
         return self.by_query.total + self.by_key.total
 
     def queries(self, indices: Tensor) -> Tensor:
-        """`by_query` of indices.
+        """Arena `by_query` of block indices.
 
-        Lists and then masks, rows as `Walk` has them, partial entries, work as `WalkTables` has it, and Hopper's items
-        of the output and of dQ.
+        It holds lists and then masks, `Walk.rows`, partial entries, `WalkTables.work`, and Hopper's items of the output
+        and of dQ.
         """
         memory = self.by_query.made()
         self._to_queries((self._rows, 1, 1), (indices.contiguous(), memory))
         return memory
 
     def keys(self, indices: Tensor, by_query: Tensor) -> Tensor:
-        """`by_key` of indices, of which `queries` gave `by_query`.
+        """Arena `by_key` of block indices and their arena `by_query`.
 
-        Of each key block the query blocks that see it: lists and then masks, rows, partial entries, and how many there
-        are; and the partial entries of dQ, turned.
+        It holds the query blocks that read each key block: lists and then masks, rows, partial entries and counts; and
+        the partial entries of dQ with the differences query minus key.
         """
         memory = self.by_key.made()
         self._mark(self._marks, (indices.contiguous(), memory))
@@ -111,9 +111,9 @@ class ListedBlocks:
         return memory
 
     def held_items(self, by_key: Tensor, group: int) -> Tensor:
-        """Items of dK and dV as `BackwardItems` has them, the heaviest of a head first, or of all where they are `few`.
+        """`BackwardItems.items` of dK and dV, sorted by work within a head, or over all heads if items are `few`.
 
-        A row looks at the others as often as its scorer did.
+        Each row compares its work with all others, which costs as much as scoring all pairs of blocks once.
         """
         cached = self._to_items.get(group)
         if cached is None:
@@ -129,7 +129,7 @@ class ListedBlocks:
         return by_key.as_strided(*view)
 
     def walk(self, memory: Tensor, room: Arena, order: Tensor, nothing: Tensor) -> Walk:
-        """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
+        """Walk over an arena: lists and masks are views of one tensor."""
         (begin,), entries, rows = room.begin("lists"), self.entries, room.tensor(memory, "rows")
         full = memory.as_strided((entries,), (1,), begin)
         if not self.masked:
@@ -162,7 +162,7 @@ class Frame:
 
     @cached_property
     def row_order(self) -> Tensor:
-        """Query rows in starting order, int32: under a causal mask the last meet most."""
+        """Query rows in starting order, int32: under a causal mask the last have the most tiles."""
         batch, heads, t = self._shape
         row = torch.arange(heads * batch * t, dtype=torch.int32, device=self._device).view(heads, batch, t)
         return (row.flip(2).transpose(1, 2) if self._is_causal else row).flatten()
@@ -209,24 +209,24 @@ _frame = lru_cache(maxsize=64)(Frame)
 
 
 def _frame_of(selection: Selection, on_hopper: bool) -> Frame:
-    """Launches and constant tensors of selections of this size, for a call that requests `hopper` or another."""
+    """Launches and constant tensors of selections of this size; `on_hopper` if `hopper` is requested by name."""
     near = selection.local_blocks, selection.sink_blocks, selection.is_causal
     indices, sizes = selection.indices, (selection.group, selection.n, selection.block_size, *near)
     return _frame(indices.device, indices.shape, *sizes, FEW_ITEMS, on_hopper)
 
 
 class Items(NamedTuple):
-    """What the Hopper kernels read beside a plan's walks. Not the plan, which would then live as long as this."""
+    """Tables of the Hopper kernels beside a plan's walks. Without a reference to the plan, which may be freed first."""
 
     frame: Frame
     by_query: Tensor
-    """Memory of all that `ListedBlocks.queries` gives"""
+    """Result of `ListedBlocks.queries`"""
     by_key: Tensor | None = None
-    """Likewise `ListedBlocks.keys`"""
+    """Result of `ListedBlocks.keys`"""
 
 
 class Listed:
-    """A selection by query blocks as the GPU kernels read it: samples laid one after another, every head for itself."""
+    """A selection by query blocks in the layout of the GPU kernels: samples are concatenated, each head has lists."""
 
     def __init__(self, selection: Selection, on_hopper: bool = False) -> None:
         self.frame, self._indices = _frame_of(selection, on_hopper), selection.indices
@@ -241,7 +241,7 @@ class Listed:
 
     @cached_property
     def whole_plan(self) -> Plan:
-        """The same with its walk by key, for gradients."""
+        """`plan` with its walk by key, for gradients."""
         by_key = self.lists.keys(self._indices, self.items.by_query)
         self.items = self.items._replace(by_key=by_key)
         plan, (part,) = self.plan, self.plan.parts
@@ -255,9 +255,9 @@ class Listed:
         return plan
 
     def choose(self, call: AttentionCall, backend: str, choices: CallChoices) -> Runner:
-        """Backend of a call of one of its plans, which is then ready for it."""
+        """Runner of a call over one of the plans; attaches the schedule that the chosen backend needs."""
         if not self.frame.halves and backend == "auto" and triton_backend.why_not(call) is None:
-            # Whether Hopper could run it would have to be looked up.
+            # Saves the check whether Hopper can run the call.
             backend = "triton"
         name, runner = choices.choose(call, backend)
         group = call.query.shape[1] // call.key.shape[1]
@@ -266,7 +266,7 @@ class Listed:
         return runner
 
     def _schedule(self, plan: Plan, group: int) -> Schedule:
-        """What the Triton kernels read of one of its plans."""
+        """Schedule of the Triton kernels for one of the plans."""
         (part,) = plan.parts
         (heads, key_owners), axis = self.frame.owners(group), self.frame.bounds
         tables, entries = self.lists, self.lists.entries
@@ -275,7 +275,7 @@ class Listed:
             work=work,
             items=part.queries.tiles,
             owners=heads,
-            # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
+            # Whole and partial entries are views of one tensor of lists.
             lists=tables.by_query.tensor(self.items.by_query, "lists"),
             mask_shift=entries,
             partial=len(part.by_query.mask) > 0,
@@ -307,17 +307,17 @@ class Listed:
 
 @dataclass(slots=True)
 class ListedAttend(BlockAttend):
-    """Attention over a selection by query blocks whose lists kernels lay out."""
+    """Attention over a selection by query blocks, with work items written by kernels."""
 
     listed: Listed | None = field(default=None, init=False)
     captured: bool = field(default=False, init=False)
-    """Whether the lists were laid out in a call that was captured"""
+    """Whether the lists were written in a call that was captured by a CUDA graph"""
 
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
     ) -> tuple[AttentionCall, Runner]:
         captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
-        # Lists that a captured backward pass adds to a layout exist only once the graph is replayed.
+        # Lists that a captured backward pass writes exist only once the graph is replayed.
         if self.listed is None or captured > self.captured:
             on_hopper = self.backend == "hopper"
             numbers = 0 if self.selection.memo is None else _frame_of(self.selection, on_hopper).lists.numbers
@@ -396,7 +396,7 @@ def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Te
 
 
 class ListedPart(LoweredPart):
-    """The part of such a plan as the Hopper kernels run it; every item has a tile, be it without a pair."""
+    """The part of a `Listed` plan for the Hopper kernels; every item has a tile, possibly without an allowed pair."""
 
     def __init__(self, plan: Plan, items: Items) -> None:
         self.items = items
@@ -414,14 +414,14 @@ class ListedPart(LoweredPart):
         part, (frame, memory, key_memory) = self.part, self.items
         assert key_memory is not None
         lists = frame.lists
-        # Both masks are bands, so nobody reads the bits.
+        # All masks are bands, so that no kernel reads the bits.
         classes, bits = part.head_class, self.masks.bits
         if by_key:
-            # Items of all groups are laid out in one memory: those of another group are gone.
+            # Items of all groups share one part of the arena: earlier items of another group are overwritten.
             self._by_group = {key: items for key, items in self._by_group.items() if not key[1]}
             walk, items, partial = part.by_key, lists.held_items(key_memory, group), "partial"
         else:
-            # A band counts keys minus queries, and the kernel what is held minus what is streamed.
+            # A band holds differences key minus query, and the kernel needs held minus streamed: query minus key.
             walk, items, partial = part.by_query, lists.by_query.tensor(memory, "held"), "turned"
         entries = lists.by_key.tensor(key_memory, partial)
         return BackwardItems(items, classes, walk.rows, walk.full, entries, frame.tile_table, bits)

@@ -1,4 +1,4 @@
-"""Launches that compute gradients of a scorer's parameters from those of scores of a batch's rows."""
+"""Launches that compute the gradients of a scorer's parameters from the gradients of the scores of some rows."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from .block_scores import own_rows, projecting
 from .score_gradients_kernels import best_kernel, mixture_kernel, own_kernel, sides_bwd_kernel, sums_kernel
 
 PROJECTED = 32
-"""Sub-blocks, or rows, that a program of `own_kernel` takes."""
+"""Sub-blocks, or rows, per program of `own_kernel`."""
 TILE = 4096
-"""Pairs of a row, or a block, with hidden units that a program holds at once."""
+"""Elements (streamed rows or blocks, times hidden units) that a program holds at once."""
 HELD, STREAMED = 16, 128
-"""Sub-blocks of a program of matches, and those of the other side that it meets at once: fewer where a row or a block
-has more than the former, so that registers hold all pairs."""
+"""Sub-blocks that a program of matches holds, and sub-blocks of the other side per step; fewer per step if a row or a
+block has more sub-blocks than HELD, so that all pairs fit registers."""
 LARGEST_TILE = 128 * 128
-"""Pairs of sub-blocks that a program of matches of width 32 has registers and shared memory for; of wider ones fewer.
-Where all pairs of a row and a block are more, `best_kernel` finds the best of them first."""
+"""Most pairs of sub-blocks that fit a program of matches of rank 32, fewer for larger ranks. If a row and a block have
+more pairs, `best_kernel` computes the best matches in a launch of its own."""
 CHUNK = 64
-"""Sub-blocks of either side that are multiplied at once beyond that."""
+"""Sub-blocks of either side per product if `best_kernel` runs."""
 SUMMED, STEP = (32, 64), 64
-"""Rows and columns of a program of `sums_kernel`, and what it adds up at once."""
+"""Tile (rows, columns) of a program of `sums_kernel`, and the lines it sums per step."""
 RUN, PART = 2048, 512
-"""Sub-blocks of key blocks that a program of `sums_kernel` adds up, and numbers of such sums that a program of
-`mixture_kernel` adds up."""
+"""Sub-blocks of key blocks that a program of `sums_kernel` sums, and elements of such partial sums per program of
+`mixture_kernel`."""
 
 
 class _Launches(NamedTuple):
     own: Launch
     best: Launch | None
-    """Where a program cannot hold all matches of a row with a block"""
+    """None if a program can hold all matches of a row with a block"""
     sides: Launch
     sums: Launch
     mixture: Launch
     grids: tuple[Grid, ...]
     held: Arena
-    """What lies between the launches"""
+    """Intermediate results"""
     found: Arena
-    """What is found, of each sample"""
+    """Gradients of the parameters, per sample"""
 
 
 def _launches(
@@ -58,7 +58,7 @@ def _launches(
     a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * own_units * rank,), (streams * t * hidden,)
     shapes: dict[str, Shape] = {"rows": a_row, "left": a_left, "by_row": a_row, "by_weight": a_row, "by_block": a_block}
     shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
-    # A product takes 16 of either side and more.
+    # Tensor core products need at least 16 rows and columns.
     met = max(min(tile // HELD, STREAMED), HELD)
     held_left, held_right = (max(HELD // each, 1) * each for each in (own_units, units))
     met_left, met_right = (
@@ -77,8 +77,8 @@ def _launches(
     (at_left,), at = between.begin("left"), between.begin(*tuple(shapes)[2:8])
     (at_parts,) = between.begin("parts")
     (at_best,) = between.begin("best") if stores_best else (0,)
-    # Of the first layers; by_block^T summary, from which follow their part of the keys and the mixture; of both
-    # projections of the match, first biases, second layers; of temperatures and then second biases; of the mixture.
+    # Gradients of the first layers; by_block^T summary, the common factor of their key part and of the mixture; both
+    # projections of the match, first biases, second layers; temperatures and then second biases; the mixture.
     shapes = {"first": (scorers, hidden, 2 * d), "joint": (scorers, hidden, 3 * d)}
     shapes |= {
         "project": (scorers * group, d, rank),
@@ -139,13 +139,14 @@ def parameter_gradients(
     grad: Tensor, scores: Tensor, ids: Tensor, factors: Factors, inputs: ScoreInputs, first: Tensor, mixture: Tensor,
     size: int,
 ) -> list[Tensor]:  # fmt: skip
-    """What gradients (b, h, r, t) of scores over temperature give parameters (h or 1, ...): first layers (.., m, 2 d),
-    their biases (.., m), second layers (.., 1, m), their biases (.., 1), the mixture (.., 3 d, d), projections of
-    queries and keys (.., d, p), and the logarithms of temperatures (h).
+    """Gradients of parameters (h or 1, ...) from the gradients (b, h, r, t) of scores over temperature.
 
-    The rows are `ids`, `size` to a block. The factors have no factors on hidden units, and were made of the `inputs` by
-    first layers `first` (h or 1, m, 2 d) and the `mixture` of summaries. Of lists that heads share, scores and
-    gradients are those of lists, with projections of each query head and each key head.
+    The parameters are first layers (.., m, 2 d), their biases (.., m), second layers (.., 1, m), their biases (.., 1),
+    the mixture (.., 3 d, d), projections of queries and keys (.., d, p), and the logarithms of temperatures (h).
+
+    The rows are `ids`, of which `size` belong to a block. The factors have no dropout on hidden units, and were
+    computed from `inputs` with the first layers `first` (h or 1, m, 2 d) and the `mixture` of summaries. If heads share
+    lists, scores and gradients have a list in place of a head, and projections have every query head or key head.
     """
     (batch, heads, many, t), device, scorers = scores.shape, scores.device, len(first)
     own, *apart = own_rows(factors.own)
@@ -161,9 +162,9 @@ def parameter_gradients(
         columns.stride()[1:], width, group, key_heads, tuple(query_apart),
     )  # fmt: skip
     memory = made.held.made()
-    # Gradients outlive the rest. Heads may share a scorer, but each has its temperature.
+    # A separate allocation, because gradients outlive the rest. Heads that share a scorer have their own temperatures.
     each = torch.empty((batch * heads // scorers, made.found.total), dtype=torch.float32, device=device)
-    # Where one of these is not given, no program reads it.
+    # Placeholders for absent tensors, which no program reads.
     there = [ids if x is None else x.contiguous() for x in (left_there, right_there)]
     grad, log = grad.contiguous(), factors.log_temperature
     means, summary, units = (x.contiguous() for x in (inputs.means, inputs.summary, inputs.units))

@@ -1,8 +1,12 @@
-"""Gradients of what scores of some rows are made of, without an array of hidden units or of matches.
+"""Gradients of the factors and parameters of a scorer, without an array of hidden units or of matches.
 
-Names as in `primitives`. R rows were scored with T blocks each; A are the sub-blocks of a row, U those of a
-block, M the hidden units, RANK the width of the match and RP the power of two that holds it. Rows and blocks are two
-sides of the same sums, and a launch has programs of both.
+Names as in `primitives`, factors as in `types.Factors`. Some rows, `rows` of them with the numbers `p_ids`, were scored
+with all `blocks`. A is the number of sub-blocks of a row, U of a key block, M of hidden units; RANK is the rank of the
+match and RP the rank padded to a power of two. A *stream* is a head of a sample. Rows and blocks are the two sides of
+the same pairwise sums: a program holds some of one side and streams the other, and a launch has programs for both.
+
+Intermediate results are float32 and share one arena `p_room`, where the parameters `at_` are offsets; the factors of
+the rows are at offset 0.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from ...kernels.triton.primitives import NO_KEY, projected
 
 
 @triton.jit
-def inverse_of(p_log, head, coldest):
-    """What scores are multiplied by."""
+def inverse_temperature(p_log, head, coldest):
+    """Inverse temperature of a head, by which scores are multiplied; the temperature is at least `coldest`."""
     return 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
 
 
@@ -25,10 +29,8 @@ def own_kernel(
     BM: tl.constexpr, A: tl.constexpr, M: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of BM sub-blocks of rows the query's side of the match; of as many rows what hidden units have of them.
-
-    Rows lie first in what all kernels here write to, and the rest where they are told.
-    """
+    """Store the query side of the match of BM sub-blocks of rows, and gather the hidden factors of BM rows. The match
+    of a row is [A, RANK], at `at_left`, and its hidden factors, those of its block of SIZE rows, are [M]."""
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
     o_i = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -49,30 +51,34 @@ def own_kernel(
 
 
 @triton.jit
-def hidden_part(
-    p_held, p_streamed, p_grad, p_scores, many, sh_m, ss_n, ss_m, sg_j,
+def hidden_sums(
+    p_held, p_streamed, p_grad, p_scores, lines, sh_m, ss_n, ss_m, sg_j,
     M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, or one block, the gradients by hidden unit but for its weight, and of the weight; sums for a row."""
+    """Sums over the `lines` streamed rows or blocks of a held block or row, for hidden = relu(held + streamed).
+
+    Returns the sum of gradients where a unit is active, [MP]; of hidden * gradient, [MP]; of gradients; and of gradient
+    * score.
+    """
     o_m = tl.arange(0, MP)
     b_unit = o_m < M
     b_held = tl.load(p_held + o_m * sh_m, mask=b_unit, other=0.0)
     b_out = tl.zeros([MP], tl.float32)
     b_sum = tl.zeros([MP], tl.float32)
-    b_all = tl.zeros([BN], tl.float32)
+    b_total = tl.zeros([BN], tl.float32)
     b_by_score = tl.zeros([BN], tl.float32)
-    for first in range(0, many, BN):
+    for first in range(0, lines, BN):
         o_j = first + tl.arange(0, BN)
-        b_real = o_j < many
-        b_one = tl.load(p_grad + o_j * sg_j, mask=b_real, other=0.0)
-        b_all += b_one
-        b_by_score += b_one * tl.load(p_scores + o_j * sg_j, mask=b_real, other=0.0)
-        b_grad = b_one[:, None]
+        b_real = o_j < lines
+        b_grad_row = tl.load(p_grad + o_j * sg_j, mask=b_real, other=0.0)
+        b_total += b_grad_row
+        b_by_score += b_grad_row * tl.load(p_scores + o_j * sg_j, mask=b_real, other=0.0)
+        b_grad = b_grad_row[:, None]
         p_tile = p_streamed + o_j[:, None] * ss_n + o_m[None, :] * ss_m
         b_hidden = b_held[None, :] + tl.load(p_tile, mask=b_real[:, None] & b_unit[None, :], other=0.0)
         b_out += tl.sum(tl.where(b_hidden > 0.0, b_grad, 0.0), 0)
         b_sum += tl.sum(tl.maximum(b_hidden, 0.0) * b_grad, 0)
-    return b_out, b_sum, tl.sum(b_all, 0), tl.sum(b_by_score, 0)
+    return b_out, b_sum, tl.sum(b_total, 0), tl.sum(b_by_score, 0)
 
 
 @triton.jit
@@ -80,29 +86,30 @@ def hidden_bwd(
     p_rows, p_columns, p_grad, p_scores, p_weight, p_log, p_by_row, p_by_weight, p_by_block, p_sums, i, stream, rows,
     blocks, heads, coldest, s_weight, sc_h, sc_n, sc_m, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, or one block, the gradient of its part in hidden units; a row's of w, temperature and bias too."""
+    """Gradient of the hidden factors of one row or block; for a row also its terms for w, temperature and bias.
+    Programs `i` below `rows` hold a row, the others a block."""
     head = stream % heads
     o_m = tl.arange(0, MP)
     b_unit = o_m < M
     b_weight = tl.load(p_weight + head * s_weight + o_m, mask=b_unit, other=0.0).to(tl.float32)
-    inverse = inverse_of(p_log, head, coldest)
+    inverse = inverse_temperature(p_log, head, coldest)
     p_columns += stream * sc_h
     p_grad += stream * rows * blocks
     p_scores += stream * rows * blocks
     p_rows += stream * rows * M
     if i < rows:
-        b_out, b_sum, whole, by_score = hidden_part(
+        b_out, b_sum, total, by_score = hidden_sums(
             p_rows + i * M, p_columns, p_grad + i * blocks, p_scores + i * blocks, blocks, 1, sc_n, sc_m, 1, M, MP, BN
         )
         line = stream * rows + i
         tl.store(p_by_row + line * M + o_m, b_out * (b_weight * inverse), mask=b_unit)
         tl.store(p_by_weight + line * M + o_m, b_sum * inverse, mask=b_unit)
-        # Below the coldest the gradient still passes, by the temperature that is not held there.
+        # Below `coldest` the gradient passes through the clamp, multiplied by temperature / coldest.
         tl.store(p_sums + 2 * line, -by_score * tl.exp(tl.load(p_log + head).to(tl.float32)) * inverse)
-        tl.store(p_sums + 2 * line + 1, whole * inverse)
+        tl.store(p_sums + 2 * line + 1, total * inverse)
     else:
         j = i - rows
-        b_out, b_sum, whole, by_score = hidden_part(
+        b_out, b_sum, total, by_score = hidden_sums(
             p_columns + j * sc_n, p_rows, p_grad + j, p_scores + j, rows, sc_m, M, 1, blocks, M, MP, BN
         )
         tl.store(p_by_block + (stream * blocks + j) * M + o_m, b_out * (b_weight * inverse), mask=b_unit)
@@ -113,7 +120,8 @@ def match_pairs(
     p_left, p_right, p_ids, p_left_there, p_right_there, o_i, o_j, rows, blocks, o_r, A: tl.constexpr, U: tl.constexpr,
     RANK: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both sides of the matches of sub-blocks `o_i` of rows with `o_j` of blocks, and the matches; NO_KEY for holes."""
+    """Factors of the sub-blocks `o_i` of rows, [., RP], and `o_j` of blocks, [., RP], and their products. The product
+    is NO_KEY where a sub-block is empty: of rows with LEFT, of blocks with HOLES."""
     b_left_real = o_i < rows * A
     b_right_real = o_j < blocks * U
     b_wide = (o_r < RANK)[None, :]
@@ -136,10 +144,10 @@ def match_tile(
     o_r, M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, LEFT: tl.constexpr,
     HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both sides of the matches of M sub-blocks of rows with N of blocks, and the gradients of those, [M, N].
+    """Factors of M sub-blocks of rows and N sub-blocks of blocks, and the gradients of their products, [M, N].
 
-    A pair's gradient goes to the best of its matches, or in equal shares to all that are best; where nothing is there,
-    nowhere. M and N are whole rows and blocks, unless the best matches are KNOWN.
+    The gradient of a score goes to the best match of its row and block, in equal shares if several are best, and is
+    dropped if all sub-blocks are empty. M and N cover whole rows and blocks, unless `best_kernel` ran before (KNOWN).
     """
     o_i = first_row + tl.arange(0, M)
     o_j = first_block + tl.arange(0, N)
@@ -161,7 +169,7 @@ def match_tile(
         b_mask = (o_row < rows)[:, None] & (o_block < blocks)[None, :]
         b_grad = tl.load(p_grad + o_row[:, None] * blocks + o_block[None, :], mask=b_mask, other=0.0) * factor
         b_pair = tl.reshape(b_pair, [BR, A, BT, U])
-        # Where one is not a number, none is best.
+        # With a NaN among the matches none is best.
         b_best = tl.max(tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 3), 1)
         b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
         b_tied = b_pair == b_best[:, None, :, None]
@@ -176,8 +184,8 @@ def best_kernel(
     BR: tl.constexpr, BA: tl.constexpr, BU: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The best match of BR rows with one block, and the gradient of their score over the number of matches that are
-    equally good; BA sub-blocks of each row and BU of the block are multiplied at once."""
+    """Store the best match of each of BR rows with one block, and the gradient of its score over the number of ties. BA
+    sub-blocks of each row and BU of the block are multiplied at a time."""
     stream = tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(0) * BR
     block = tl.program_id(1)
@@ -187,7 +195,7 @@ def best_kernel(
     p_left_there += stream * total * A
     p_right_there += stream * blocks * U
     b_best = tl.full([BR], NO_KEY, tl.float32)
-    b_many = tl.zeros([BR], tl.float32)
+    b_ties = tl.zeros([BR], tl.float32)
     for first in range(0, A, BA):
         o_i = tl.arange(0, BR * BA)
         o_i = (first_row + o_i // BA) * A + first + o_i % BA
@@ -197,18 +205,18 @@ def best_kernel(
                 blocks, o_r, A, U, RANK, LEFT, HOLES, PRECISION,
             )  # fmt: skip
             b_pair = tl.reshape(b_pair, [BR, BA * BU])
-            # Where one is not a number, none is best.
-            b_here = tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 1)
-            b_tied = tl.sum((b_pair == b_here[:, None]).to(tl.float32), 1)
-            b_next = tl.maximum(b_best, b_here)
-            b_many = tl.where(b_best == b_next, b_many, 0.0) + tl.where(b_here == b_next, b_tied, 0.0)
+            # With a NaN among the matches none is best.
+            b_top = tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 1)
+            b_tied = tl.sum((b_pair == b_top[:, None]).to(tl.float32), 1)
+            b_next = tl.maximum(b_best, b_top)
+            b_ties = tl.where(b_best == b_next, b_ties, 0.0) + tl.where(b_top == b_next, b_tied, 0.0)
             b_best = b_next
     b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
     o_row = first_row + tl.arange(0, BR)
     o_pair = (stream * rows + o_row) * blocks + block
     b_grad = tl.load(p_grad + o_pair, mask=o_row < rows, other=0.0)
     tl.store(p_room + at_best + 2 * o_pair, b_best, mask=o_row < rows)
-    tl.store(p_room + at_best + 2 * o_pair + 1, b_grad / tl.maximum(b_many, 1.0), mask=o_row < rows)
+    tl.store(p_room + at_best + 2 * o_pair + 1, b_grad / tl.maximum(b_ties, 1.0), mask=o_row < rows)
 
 
 @triton.jit
@@ -217,7 +225,7 @@ def left_bwd(
     M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the query's side of the match of M sub-blocks of rows, N sub-blocks of blocks at a time."""
+    """Store the gradients of the query side of M sub-blocks of rows; N sub-blocks of blocks are streamed at a time."""
     o_r = tl.arange(0, RP)
     b_out = tl.zeros([M, RP], tl.float32)
     for first in range(0, blocks * U, N):
@@ -237,7 +245,7 @@ def right_bwd(
     M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the key's side of the match of N sub-blocks of blocks, M sub-blocks of rows at a time."""
+    """Store the gradients of the key side of N sub-blocks of blocks; M sub-blocks of rows are streamed at a time."""
     o_r = tl.arange(0, RP)
     b_out = tl.zeros([N, RP], tl.float32)
     for first in range(0, rows * A, M):
@@ -258,9 +266,9 @@ def match_bwd(
     MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one side of the match: HELD_LEFT sub-blocks of rows with MET_RIGHT of blocks at a time, or
-    HELD_RIGHT of blocks with MET_LEFT of rows."""
-    factor = inverse_of(p_log, stream % heads, coldest) * root
+    """`left_bwd` on a tile of HELD_LEFT sub-blocks of rows, or `right_bwd` on HELD_RIGHT sub-blocks of blocks. The
+    tiles of rows come first. MET_RIGHT sub-blocks of blocks, or MET_LEFT of rows, are streamed at a time."""
+    factor = inverse_temperature(p_log, stream % heads, coldest) * root
     p_left += stream * rows * A * RANK
     p_right += stream * blocks * U * RANK
     p_grad += stream * rows * blocks
@@ -290,7 +298,7 @@ def sides_bwd_kernel(
     RANK: tl.constexpr, RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`match_bwd` of rows, then of blocks, and `hidden_bwd` of both."""
+    """`match_bwd` for tiles of rows, then for tiles of blocks, and `hidden_bwd` for each row and each block."""
     program = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     matched = tl.cdiv(rows * A, HELD_LEFT) + tl.cdiv(blocks * U, HELD_RIGHT)
@@ -309,23 +317,24 @@ def sides_bwd_kernel(
 
 
 @triton.jit
-def summed(
-    p_x, p_y, p_ids, p_out, tile, many, sx_n, sx_m, sy_n, s_out,
+def transposed_product(
+    p_x, p_y, p_ids, p_out, tile, lines, sx_n, sx_m, sy_n, s_out,
     M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, X_ROWS: tl.constexpr,
     Y_ROWS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, Y_HEADS: tl.constexpr = 1,
     sy_h=0,
 ):  # fmt: skip
-    """A tile of x^T y, (M, N), of `many` lines; of those of X_ROWS or Y_ROWS, A to a row and SIZE rows to a line.
+    """Store a tile [BM, BN] of x^T y, (M, N), summed over `lines` lines of x and y.
 
-    With Y_HEADS, y is the mean of so many heads, `sy_h` apart.
+    With X_ROWS or Y_ROWS that tensor has the lines of the whole sequence: line k stands for sub-block k % A of the row
+    `p_ids[k // A]`, and SIZE rows share a line. With Y_HEADS, y is the mean over heads, which are `sy_h` apart.
     """
     columns = tl.cdiv(N, BN)
     o_m = (tile // columns) * BM + tl.arange(0, BM)
     o_c = (tile % columns) * BN + tl.arange(0, BN)
     b_out = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, many, BK):
+    for first in range(0, lines, BK):
         o_k = (first + tl.arange(0, BK)).to(tl.int64)
-        b_real = o_k < many
+        b_real = o_k < lines
         o_x = o_k
         o_y = o_k
         if X_ROWS or Y_ROWS:
@@ -335,13 +344,13 @@ def summed(
         b_mask = (o_m < M)[:, None] & b_real[None, :]
         b_x = tl.load(p_x + o_x[None, :] * sx_n + o_m[:, None] * sx_m, mask=b_mask, other=0.0).to(tl.float32)
         if X_ROWS:
-            # As `projected` has them.
+            # Non-finite elements count as 0, as in `projected`.
             b_x = tl.where(b_x - b_x == 0.0, b_x, 0.0)
         b_mask = b_real[:, None] & (o_c < N)[None, :]
         b_y = tl.load(p_y + o_y[:, None] * sy_n + o_c[None, :], mask=b_mask, other=0.0).to(tl.float32)
         if Y_HEADS > 1:
-            for one in range(1, Y_HEADS):
-                b_y += tl.load(p_y + one * sy_h + o_y[:, None] * sy_n + o_c[None, :], mask=b_mask, other=0.0)
+            for member in range(1, Y_HEADS):
+                b_y += tl.load(p_y + member * sy_h + o_y[:, None] * sy_n + o_c[None, :], mask=b_mask, other=0.0)
             b_y *= 1.0 / Y_HEADS
         b_out = tl.dot(b_x, b_y, b_out, input_precision=PRECISION)
     b_mask = (o_m < M)[:, None] & (o_c < N)[None, :]
@@ -356,12 +365,13 @@ def sums_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of parameters, of which `alike` heads have their own, in `p_out`, `total` of them for a sample.
+    """Gradients of the parameters of one stream, in `p_out`, from those of the factors.
 
-    Of the first layer's part of the keys, and of the mixture, only what both follow from: by_block^T summary. With
-    GROUP, a head is a list of so many query heads and of KEYS of the `key_heads`, each with projections of its own.
-    The key projection has a sum for each of `splits` runs of `span` sub-blocks, which `mixture_kernel` adds up: a
-    single run would take as long as all else together where sub-blocks are short.
+    `alike` heads have parameters of their own, and each run of `alike` streams has `total` elements of `p_out`. For the
+    key part of the first layer and for the mixture only their common factor is computed, by_block^T summary. With
+    GROUP, a head is a list of GROUP query heads and of KEYS of the `key_heads`, each with its own projection. The
+    gradient of the key projection is summed over `splits` runs of `span` sub-blocks, whose partial sums
+    `mixture_kernel` adds: with short sub-blocks a single run would take as long as everything else.
     """
     stream = tl.program_id(1).to(tl.int64)
     p_own += (stream // heads) * so_b + (stream % heads) * GROUP * so_h
@@ -370,7 +380,7 @@ def sums_kernel(
     key_stream = stream * key_heads // heads if key_heads is not None else stream
     tile = tl.program_id(0)
     WIDE: tl.constexpr = 3 * D
-    # The longest sums begin first.
+    # Longest sums first.
     EACH: tl.constexpr = ((D + BM - 1) // BM) * ((RANK + BR - 1) // BR)
     OWN: tl.constexpr = GROUP * EACH
     matched = splits * KEYS * EACH
@@ -381,7 +391,7 @@ def sums_kernel(
         part = tile // EACH
         key = part // splits if KEYS > 1 else 0
         begin = (part - key * splits) * span
-        summed(
+        transposed_product(
             p_units + ((key_stream + key) * blocks * U + begin) * D,
             p_room + at_right + (stream * blocks * U + begin) * RANK, p_ids,
             p_room + at_parts + (stream * KEYS * splits + part) * D * RANK, tile - part * EACH,
@@ -389,21 +399,21 @@ def sums_kernel(
             D, RANK, BM, BR, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip
     elif tile < matched + OWN:
-        one = ((tile - matched) // EACH).to(tl.int64) if GROUP > 1 else 0
-        summed(
-            p_own + one * so_h, p_room + at_by_left + stream * rows * A * RANK, p_ids,
-            p_out + to_project + (head * GROUP + one) * D * RANK, tile - matched - one * EACH, rows * A, so_n, 1, RANK,
-            RANK,
+        member = ((tile - matched) // EACH).to(tl.int64) if GROUP > 1 else 0
+        transposed_product(
+            p_own + member * so_h, p_room + at_by_left + stream * rows * A * RANK, p_ids,
+            p_out + to_project + (head * GROUP + member) * D * RANK, tile - matched - member * EACH, rows * A, so_n, 1,
+            RANK, RANK,
             D, RANK, BM, BR, BK, True, False, A, 1, PRECISION,
         )  # fmt: skip
     elif tile < matched + OWN + JOINT:
-        summed(
+        transposed_product(
             p_room + at_block + stream * blocks * M, p_summary + key_stream * blocks * WIDE, p_ids,
             p_out + to_joint + head * M * WIDE, tile - matched - OWN, blocks, M, 1, WIDE, WIDE,
             M, WIDE, BM, BN, BK, False, False, 1, 1, PRECISION, KEYS, blocks * WIDE,
         )  # fmt: skip
     elif tile < matched + OWN + JOINT + FIRST:
-        summed(
+        transposed_product(
             p_by_row, p_means + stream * GROUP * blocks * D, p_ids,
             p_out + head * M * 2 * D, tile - matched - OWN - JOINT, rows, M, 1, D, 2 * D,
             M, D, BM, BN, BK, False, True, 1, SIZE, PRECISION, GROUP, blocks * D,
@@ -427,7 +437,7 @@ def sums_kernel(
             b_two += tl.sum(tl.load(p_room + at_sums + o_tile, mask=b_real, other=0.0), 0)
         tl.store(p_out + to_bias + head * M + o_m, b_bias, mask=o_m < M)
         tl.store(p_out + to_last + head * M + o_m, b_last, mask=o_m < M)
-        # Of temperatures, then of biases.
+        # Gradients of temperatures, then of biases.
         tl.store(p_out + to_two + o_two * alike + head, b_two, mask=o_two < tl.where(tile == 0, 2, 0))
 
 
@@ -437,8 +447,11 @@ def mixture_kernel(
     s_mixture, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the first layer's part of the keys, and of the mixture of summaries that it meets; and of the key
-    projection, the sum of what runs of sub-blocks gave, BP numbers a program."""
+    """Gradients of the key part of the first layer, of the mixture of summaries, and of the key projection.
+
+    The first two are products of the common factor of `sums_kernel`. The last is the sum of its partial sums over runs
+    and samples, BP elements per program.
+    """
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     WIDE: tl.constexpr = 3 * D
@@ -446,12 +459,12 @@ def mixture_kernel(
     SECOND: tl.constexpr = ((WIDE + BM - 1) // BM) * ((D + BN - 1) // BN)
     p_joint = p_out + to_joint + head * M * WIDE
     if tile < FIRST:
-        summed(
+        transposed_product(
             p_joint, p_mixture + head * s_mixture, p_out, p_out + head * M * 2 * D + D, tile, WIDE, 1, WIDE, D, 2 * D,
             M, D, BM, BN, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip
     elif tile < FIRST + SECOND:
-        summed(
+        transposed_product(
             p_joint, p_first + head * s_first + D, p_out, p_out + to_mixture + head * WIDE * D, tile - FIRST, M, WIDE,
             1, 2 * D, D, WIDE, D, BM, BN, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip

@@ -13,14 +13,14 @@ from .block_scores import Halves, own_rows
 from .summaries_kernels import factor_kernel, summaries_kernel
 
 ROWS = 4
-"""Tokens that a program of sums holds side by side: of as many units, where blocks have those."""
+"""Tokens that a program of `summaries_kernel` reads in parallel, from as many units if a block has them."""
 ASKED = 8
-"""Tokens below each other that it asks for at once: enough on their way to keep memory busy."""
+"""Consecutive loads in flight per thread, enough to saturate the memory bandwidth."""
 LINE = 512
-"""Bytes that a warp reads with one instruction."""
+"""Bytes that a warp loads with one instruction."""
 PROJECTED = 32
-"""Blocks, or sub-blocks, that a program projects, and hidden units of a step. It is one small product after another, so
-that few warps, which ask for the next steps' factors early, end sooner than many."""
+"""Blocks, or sub-blocks, that a program of `factor_kernel` projects, and hidden units per step. Its products are small
+and dependent, so that few warps with pipelined loads are faster than many."""
 
 
 def _factoring(
@@ -52,13 +52,13 @@ def factor(
     means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor,
     own: Tensor | None = None, project: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Halves | None, Tensor | None]:  # fmt: skip
-    """`rows`, `columns`, `right` and maybe `halves` of `Factors`: of the means of query blocks (b, h, t, d), and of
-    summaries and units of key blocks, by parameters (h or 1, ...): first layer and its bias, mixture of summaries,
-    match. The first two lie as `block_scores.by_unit` has them.
+    """`rows`, `columns`, `right` and `halves` of `Factors`; no halves unless units per block divide PROJECTED.
 
-    Means are those of query heads, summaries and units those of key heads. For lists of groups, whose scorers are as
-    many as `first`, also the query side of the match (b, s, r, a, p) of the rows `own` (b, h, r, a, d) by
-    their projections (h, d, p).
+    Inputs are the means of query blocks (b, h, t, d) and the summaries and units of key blocks, which have key heads.
+    Parameters are (h or 1, ...): first layer and its bias, mixture of summaries, projection of keys. `rows` and
+    `columns` have the layout of `block_scores.by_unit`. If groups of heads share lists, `first` has a scorer per group,
+    and the last result is the query side of the match (b, s, r, a, p) of the rows `own` (b, h, r, a, d) with the
+    projections `project` (h, d, p).
     """
     (batch, key_heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
     heads, grouped, apart = means.shape[1], (), ()
@@ -82,12 +82,12 @@ def factor(
 
 
 Summary = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of each block (b, h, t, ...) its mean, for keys then maximum and minimum, the means of its units, which of those hold
-something, and whether any does; 0 and nothing for one that is not finite."""
+"""Per block (b, h, t, ...): mean, for keys followed by maximum and minimum; means of its units; whether each unit has
+tokens; whether the block has tokens and all are finite. A block with a non-finite token counts as empty and is 0."""
 
 
 def _steps(units: int, unit: int, rows: int, in_flight: int) -> tuple[int, int, int, int, int]:
-    """How many units a block has, of how many tokens, how many are read at once, in what parts, and runs of those."""
+    """Units per block, tokens per unit, units read at a time, parts of a unit, tokens of a part loaded at once."""
     together = min(rows, units)
     parts = min(rows // together, unit)
     return units, unit, together, parts, min(in_flight, unit // parts)
@@ -115,7 +115,7 @@ def _summing(
         "there": (*key_lead, units),
         "visible": key_lead,
     }
-    # The units of keys are large, and freed before the rest where no gradients are needed.
+    # A separate allocation: the units of keys are large, and freed before the rest if no gradients are needed.
     large = Arena(torch.float32, device, {"units": (*key_lead, units, d)})
     rooms = Arena(torch.float32, device, numbers), large, Arena(torch.bool, device, flags)
     return launch, (t * batch * (heads + key_heads), 1, 1), *rooms
@@ -124,9 +124,12 @@ def _summing(
 def summarise(
     query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, before: bool
 ) -> tuple[Summary, Summary]:
-    """What blocks of `size` queries and keys, of one shape but for their heads, add up to, by units of either; with
-    `before`, queries of the block before."""
-    # Where a token lies in its block is counted in 32 bits.
+    """Summaries of the blocks of `size` queries and of `size` keys, with units of `own_unit` and of `unit` tokens.
+
+    Queries and keys have one shape except for their heads. With `before` a query block has the summary of the block
+    before.
+    """
+    # Kernels compute the offset of a token within its block in 32 bits.
     query, key = (x if x.stride(3) == 1 and x.stride(2) * size < 2**31 else x.contiguous() for x in (query, key))
     options = query.itemsize, size, own_unit, unit, before, padding is not None, ROWS, ASKED
     sides = query.shape, key.shape[1], query.stride(), key.stride()

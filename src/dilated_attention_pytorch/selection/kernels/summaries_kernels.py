@@ -1,4 +1,4 @@
-"""Summaries of blocks of a sequence, one program for each, and factors of scores. Names as in `primitives`."""
+"""Block summaries of a sequence, one program per block, and the factors of scores. Names as in `primitives`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.triton.primitives import projected, projected_heads
-from .block_scores_kernels import halved
+from .block_scores_kernels import scaled_halves
 
 
 @triton.jit
@@ -15,11 +15,14 @@ def sum_block(
     UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """One block, of UNITS * UNIT tokens: its mean, with EXTREMES its maximum and minimum, and the means of its units.
+    """Store the summary of a block of UNITS * UNIT tokens: its mean, with EXTREMES its maximum and minimum, unit means.
 
-    BU units are read at once, in PARTS each, of which every PARTS-th token is one. A thread adds up RUN tokens of one
-    part in its own registers; threads meet once a unit that has parts, and once a block. With BEFORE it stands in the
-    place of the block after it, the last in that of the first.
+    Units are the sub-blocks. `p_there` receives whether each unit has tokens, `p_visible` whether the block has tokens
+    and only finite ones; otherwise the summary is 0.
+
+    BU units are read at a time. The tokens of a unit are divided into PARTS interleaved parts, and RUN tokens of each
+    part are loaded at once. Sums stay in the registers of a thread until the end of a unit, if it has several parts,
+    and of the block. With BEFORE the summary is stored for the next block, and that of the last block for the first.
     """
     SIZE: tl.constexpr = UNITS * UNIT
     sample = (stream // heads).to(tl.int64)
@@ -29,7 +32,7 @@ def sum_block(
     left = n - block * SIZE
     whole = False if PADDING else left >= SIZE
     o_d = tl.arange(0, DP)
-    b_wide = o_d < D
+    b_column = o_d < D
     o_part = tl.arange(0, BU * PARTS)
     o_first = o_part // PARTS * UNIT + o_part % PARTS
     b_total = tl.zeros([BU * PARTS, DP], tl.float32)
@@ -40,12 +43,12 @@ def sum_block(
         b_sum = tl.zeros([BU * PARTS, DP], tl.float32)
         for step in range(0, UNIT, RUN * PARTS):
             o_step = o_first + (unit * UNIT + step)
-            # All are asked for before the branch, for the compiler moves none across it: inside it, a few would be on
-            # their way at once. Behind the end the last token is read again.
+            # All loads are issued before the branch, because the compiler moves none across it, and inside it only a
+            # few would be in flight. Tokens past the end are replaced by the last one.
             b_tiles = ()
             for run in tl.static_range(RUN):
                 p_tile = p_x + (tl.minimum(o_step + run * PARTS, left - 1) * sx_n)[:, None] + o_d[None, :]
-                b_tiles += (tl.load(p_tile) if D == DP else tl.load(p_tile, mask=b_wide[None, :], other=0.0),)
+                b_tiles += (tl.load(p_tile) if D == DP else tl.load(p_tile, mask=b_column[None, :], other=0.0),)
             if whole:
                 for run in tl.static_range(RUN):
                     b_x = b_tiles[run].to(tl.float32)
@@ -69,28 +72,28 @@ def sum_block(
         o_u = unit + tl.arange(0, BU)
         if PADDING:
             o_n = o_u[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-            b_many = tl.sum((tl.load(p_padding + o_n, mask=o_n < left, other=1) == 0).to(tl.int32), 1)
-            present += tl.sum(b_many, 0)
+            b_count = tl.sum((tl.load(p_padding + o_n, mask=o_n < left, other=1) == 0).to(tl.int32), 1)
+            present += tl.sum(b_count, 0)
         else:
-            b_many = tl.minimum(tl.maximum(left - o_u * UNIT, 0), UNIT)
-        b_mean = b_sum * (1.0 / tl.maximum(b_many, 1))[:, None]
-        tl.store(p_units + (place * UNITS + o_u)[:, None] * D + o_d[None, :], b_mean, mask=b_wide[None, :])
-        tl.store(p_there + place * UNITS + o_u, b_many > 0)
+            b_count = tl.minimum(tl.maximum(left - o_u * UNIT, 0), UNIT)
+        b_mean = b_sum * (1.0 / tl.maximum(b_count, 1))[:, None]
+        tl.store(p_units + (place * UNITS + o_u)[:, None] * D + o_d[None, :], b_mean, mask=b_column[None, :])
+        tl.store(p_there + place * UNITS + o_u, b_count > 0)
     b_mean = tl.sum(b_total, 0) * (1.0 / tl.maximum(present, 1))
-    # What is not finite spoils the sum, so that the mean tells of every token. The mean less itself need not be 0: the
-    # compiler would subtract from the product before it was rounded.
-    good = (tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) > 0) & (present > 0)
-    tl.store(p_visible + place, good)
+    # A non-finite token makes the mean non-finite. The test compares magnitudes: mean - mean need not be 0, because the
+    # compiler may fuse the subtraction with the product before rounding.
+    is_finite = (tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) > 0) & (present > 0)
+    tl.store(p_visible + place, is_finite)
     WIDE: tl.constexpr = 3 * D if EXTREMES else D
-    tl.store(p_summary + place * WIDE + o_d, tl.where(good, b_mean, 0.0), mask=b_wide)
+    tl.store(p_summary + place * WIDE + o_d, tl.where(is_finite, b_mean, 0.0), mask=b_column)
     if EXTREMES:
-        tl.store(p_summary + place * WIDE + D + o_d, tl.where(good, tl.max(b_high, 0), 0.0), mask=b_wide)
-        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(good, tl.min(b_low, 0), 0.0), mask=b_wide)
-    if good == 0:
-        # Others of the program wrote there.
+        tl.store(p_summary + place * WIDE + D + o_d, tl.where(is_finite, tl.max(b_high, 0), 0.0), mask=b_column)
+        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(is_finite, tl.min(b_low, 0), 0.0), mask=b_column)
+    if is_finite == 0:
+        # Other threads of the program wrote the means.
         tl.debug_barrier()
         for unit in range(UNITS):
-            tl.store(p_units + (place * UNITS + unit) * D + o_d, tl.zeros([DP], tl.float32), mask=b_wide)
+            tl.store(p_units + (place * UNITS + unit) * D + o_d, tl.zeros([DP], tl.float32), mask=b_column)
             tl.store(p_there + place * UNITS + unit, present < 0)
 
 
@@ -102,9 +105,10 @@ def summaries_kernel(
     BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BEFORE: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`sum_block` of every block of queries, without extremes, and with BEFORE of the one before, and of keys.
+    """`sum_block` for each block of queries, without extremes, and for each block of keys.
 
-    The heads of one block follow each other: those of a token lie side by side in most tensors.
+    With BEFORE a query block receives the summary of the block before. Programs of all heads of a block are adjacent,
+    because the heads of a token are adjacent in memory in most tensors.
     """
     streams = tl.num_programs(0) // blocks
     block = tl.program_id(0) // streams
@@ -130,15 +134,16 @@ def factor_kernel(
     RANK: tl.constexpr, RP: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of BM query blocks the rows of `Factors`, of key blocks the columns, both unit by unit, of sub-blocks `right`.
+    """Compute a tile of `types.Factors`: `rows` of BM query blocks, `columns` of BM key blocks, or `right` of BM units.
 
-    A block has UNITS sub-blocks. Where BM hold whole blocks, `right` is also `split`. With GROUP, a list is that of so
-    many query heads and of KEYS of the `key_heads`: summaries are averaged, projections summed, and BM of the `lines`
-    sub-blocks of rows projected too.
+    Rows and columns are stored by hidden unit, `apart` elements apart. A block has UNITS units, the sub-blocks of keys;
+    if BM is a multiple of that, `right` is also stored as float16 halves with a scale. With GROUP, GROUP query heads
+    and KEYS of the `key_heads` share a list: summaries are averaged over them and projections summed, and the query
+    side `left` of BM of the `lines` sub-blocks of rows is computed as well.
     """
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
-    # First key head of a list; several lists may read one.
+    # First key head of the list; several lists may share a key head.
     key_stream = stream * key_heads // heads if key_heads is not None else stream
     tiles = tl.cdiv(blocks, BM)
     tile = tl.program_id(0)
@@ -146,16 +151,16 @@ def factor_kernel(
         o_i = (tile % tiles) * BM + tl.arange(0, BM)
         b_exist = o_i < blocks
         o_d = tl.arange(0, DP)
-        b_wide = o_d < D
+        b_column = o_d < D
         p_first += head * s_first
         p_out = p_rows
         if tile < tiles:
-            b_mask = b_exist[:, None] & b_wide[None, :]
+            b_mask = b_exist[:, None] & b_column[None, :]
             p_tile = p_means + (stream * GROUP * blocks + o_i)[:, None] * D + o_d[None, :]
             b_x = tl.load(p_tile, mask=b_mask, other=0.0)
             if GROUP > 1:
-                for one in range(1, GROUP):
-                    b_x += tl.load(p_tile + one * blocks * D, mask=b_mask, other=0.0)
+                for member in range(1, GROUP):
+                    b_x += tl.load(p_tile + member * blocks * D, mask=b_mask, other=0.0)
                 b_x *= 1.0 / GROUP
         else:
             p_first += D
@@ -171,7 +176,7 @@ def factor_kernel(
                 b_x = projected(p_summary, p_mixture, o_i, b_exist, o_d, 3 * D, 3 * D, D, DP, PRECISION)
         for first in range(0, M, BM):
             o_m = first + tl.arange(0, BM)
-            b_mask = b_wide[:, None] & (o_m < M)[None, :]
+            b_mask = b_column[:, None] & (o_m < M)[None, :]
             b_weight = tl.load(p_first + o_m[None, :] * (2 * D) + o_d[:, None], mask=b_mask, other=0.0).to(tl.float32)
             b_out = tl.dot(b_x, b_weight, input_precision=PRECISION)
             if tile < tiles:
@@ -205,8 +210,8 @@ def factor_kernel(
         b_mask = (o_i < units)[:, None] & (o_r < RANK)[None, :]
         tl.store(p_right + o_right, b_right, mask=b_mask)
         if BM % UNITS == 0:
-            b_first, b_second, b_undone = halved(b_right, BM // UNITS, UNITS)
+            b_first, b_second, b_inverse_scale = scaled_halves(b_right, BM // UNITS, UNITS)
             tl.store(p_half + o_right, b_first, mask=b_mask)
             tl.store(p_rest + o_right, b_second, mask=b_mask)
             o_block = (tile - 2 * tiles) * (BM // UNITS) + tl.arange(0, BM // UNITS)
-            tl.store(p_scale + stream * blocks + o_block, b_undone, mask=o_block < blocks)
+            tl.store(p_scale + stream * blocks + o_block, b_inverse_scale, mask=o_block < blocks)

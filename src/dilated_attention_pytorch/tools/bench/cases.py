@@ -49,6 +49,11 @@ class Group:
     """Time of `time.monotonic` after which no further case or round is begun."""
 
     @property
+    def shape(self) -> dict[str, Any]:
+        """Shape of all cases, as fields of a line."""
+        return {name: getattr(self, name) for name in ("n", "d", "heads", "key_heads", "dtype")}
+
+    @property
     def label(self) -> str:
         return f"n={self.n} d={self.d} heads={self.heads}:{self.key_heads} {self.dtype}"
 

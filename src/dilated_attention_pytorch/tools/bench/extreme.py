@@ -30,6 +30,8 @@ from .results import progress
 HEADS, WIDTH, BLOCK = 8, 64, 128
 UNIT = 2**16
 """Lengths are multiples of this."""
+MOST_TOKENS = 2**40
+"""Longest length that is tried."""
 DENSITY = 0.01
 WINDOW = SlidingWindow(128)
 CHUNK_BYTES = 2**30
@@ -72,11 +74,9 @@ class ExtremeSubject(NamedTuple):
     """Keys of a row, from (row, head, n)."""
 
 
-def longest(
-    attempt: Callable[[int], Attempt], first: int, unit: int, power: int, most_seconds: float, most: int = 2**40
-) -> Longest:
+def longest(attempt: Callable[[int], Attempt], first: int, unit: int, power: int, most_seconds: float) -> Longest:
     """Double the length from `first` until memory or time runs out, then bisect."""
-    best, limit, tried, length = None, most, 0, first
+    best, limit, tried, length = None, MOST_TOKENS, 0, first
     while True:
         if best is not None and best.seconds * (length / best.n) ** power > most_seconds:
             return Longest(best, "time", tried)
@@ -91,8 +91,8 @@ def longest(
             torch.cuda.empty_cache()
         low = 0 if best is None else best.n
         if limit - low <= max(unit, low // 64):
-            return Longest(best, "memory" if limit < most else "nothing", tried)
-        length = 2 * length if limit == most else (low + limit) // 2 // unit * unit
+            return Longest(best, "memory" if limit < MOST_TOKENS else "nothing", tried)
+        length = 2 * length if limit == MOST_TOKENS else (low + limit) // 2 // unit * unit
         if length in (low, limit):
             return Longest(best, "memory", tried)
 

@@ -66,11 +66,11 @@ def units(dtype: torch.dtype) -> Units:
     return Units(inputs.eps / 2 * widest, sums.eps / 2 * widest, inputs.smallest_normal * inputs.eps / 2)
 
 
-def sample(n: int, count: int, seed: int = 0) -> Tensor:
+def sample(n: int, count: int) -> Tensor:
     """Sorted positions: the first, the last, and others at random."""
     if n <= count:
         return torch.arange(n)
-    drawn = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: max(count - 2, 0)]
+    drawn = torch.randperm(n, generator=torch.Generator().manual_seed(0))[: max(count - 2, 0)]
     return torch.cat([drawn, torch.tensor([0, n - 1])]).unique()
 
 
@@ -162,7 +162,7 @@ def _column_ratios(computed: Computed, pattern: Pattern, columns: Tensor, key_he
     grad_key, grad_value = torch.zeros_like(key, dtype=torch.float64), torch.zeros_like(value)
     key_errors, key_terms = torch.zeros_like(grad_key), torch.zeros_like(grad_key)
     value_errors, value_terms = torch.zeros_like(value), torch.zeros_like(value)
-    met = torch.zeros_like(grad_key[:, :1])
+    queries = torch.zeros_like(grad_key[:, :1])
     for head in range(key_head * group, (key_head + 1) * group):
         counts = pattern.multiplicity(torch.arange(n, device=columns.device)[:, None], columns[None, :], head)
         lse = computed.lse[0, head].double()[:, None]
@@ -174,7 +174,7 @@ def _column_ratios(computed: Computed, pattern: Pattern, columns: Tensor, key_he
         inner = weights * (grad @ value.T - (grad * output).sum(-1, keepdim=True))
         grad_value += weights.T @ grad
         grad_key += inner.T @ query * d**-0.5
-        met += seen.sum(0)[:, None]
+        queries += seen.sum(0)[:, None]
         relative = unit + 4 * fine * (1 + sizes)
         # A kernel may take delta from the output before or after it is rounded.
         delta_error = unit * (grad * output).square().sum(-1, keepdim=True).sqrt()
@@ -183,13 +183,13 @@ def _column_ratios(computed: Computed, pattern: Pattern, columns: Tensor, key_he
         key_errors += (inner.abs() * relative + weights * steps + least * seen).square().T @ query.square()
         value_terms += weights.square().T @ grad.square()
         key_terms += inner.square().T @ query.square()
-    sums = 8 * fine * met.sqrt()
+    sums = 8 * fine * queries.sqrt()
     ratios = []
     for got, wanted, errors, terms, scale in (
         (computed.grad_key, grad_key, key_errors, key_terms, d**-0.5),
         (computed.grad_value, grad_value, value_errors, value_terms, 1.0),
     ):
-        bound = (unit + sums) * wanted.abs() + least * (met > 0)
+        bound = (unit + sums) * wanted.abs() + least * (queries > 0)
         bound += scale * (SPREAD * errors.sqrt() + 4 * sums * terms.sqrt())
         ratios.append(largest_ratio(got[0, key_head, columns], wanted, bound))
     return ratios

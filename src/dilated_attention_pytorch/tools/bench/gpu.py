@@ -2,9 +2,9 @@
 
     python -m dilated_attention_pytorch.tools.bench --suite gpu --out FILE [--budget SECONDS] [--resume]
 
-A subject is timed when chosen rows and columns of its output and gradients agree with float64. The time of a call is
-what CUDA events around it tell, after 256 MiB were written to empty the L2 cache. A line of JSON is added as soon as it
-is known, and the most telling cases come first, so that a short budget measures what matters most.
+A subject is timed when selected rows and columns of its output and gradients agree with float64. Calls are timed with
+CUDA events, after 256 MiB were written to empty the L2 cache. A line of JSON is added as soon as it is known, and the
+most decisive cases come first, so that a short budget measures what matters most.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...ops.attention import CallSettings, call_of
 from . import peers
 from .gate import Computed, error_ratio, sample
 from .grid import LADDERS, OURS, PLAN, GpuCase, K, cases, ladder_pairs, tiny_cases
-from .measure import PeakMemory, clock, draw, facts, installed, synchronize
+from .measure import PeakMemory, clock, draw, facts, installed, quantiles, synchronize, timed
 from .peers import BLOCK, BlockTable, PeerProblem, PeerRunner
 from .results import DIRECTIONS, OURS_ANY_ORDER, WORK, append, known_lines, progress
 
@@ -80,12 +80,9 @@ def ours(case: GpuCase, problem: PeerProblem, session: Session) -> tuple[PeerRun
     def both() -> tuple[Tensor, Tensor]:
         return attention_with_lse(*inputs, case.pattern, enable_gqa=problem.grouped, backend=session.backend)
 
-    begun = time.perf_counter()
-    lse = both()[1].detach()
-    synchronize(session.device)
-    first = {"first_call_s": time.perf_counter() - begun}
+    lse, first = timed(lambda: both()[1].detach(), session.device)
     runner = PeerRunner(forward=lambda: both()[0], inputs=inputs, grad_output=problem.grad_output)
-    return runner, lse, {**first, **describe_plan(case, problem, session)}
+    return runner, lse, {"first_call_s": first, **describe_plan(case, problem, session)}
 
 
 def exact_lse(query: Tensor, key: Tensor, oracle: Pattern, heads: list[int]) -> Tensor:
@@ -105,7 +102,7 @@ def exact_lse(query: Tensor, key: Tensor, oracle: Pattern, heads: list[int]) -> 
 def event_seconds(call: Callable[[], Any], device: str, once: float) -> list[float]:
     """Seconds of single calls, each after the L2 cache was flushed. On a CPU, wall-clock time.
 
-    `once` is about what a call takes: one that takes long has been warmed up by having been asked before.
+    `once` is the approximate time of a call. Calls of `SLOW_S` and more need no further warm-up.
     """
     if device != "cuda":
         return [clock(call) for _ in range(3)]
@@ -136,12 +133,6 @@ def host_seconds(call: Callable[[], Any], device: str, calls: int = 50) -> float
     return spent / calls
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    """p20, p50 and p80 in milliseconds."""
-    ordered = sorted(seconds)
-    return {f"p{share}_ms": 1e3 * ordered[round(share / 100 * (len(ordered) - 1))] for share in (20, 50, 80)}
-
-
 def line_of(case: GpuCase, subject: str, direction: str, session: Session, **found: Any) -> dict[str, Any]:
     """One line of the results; unknown values are None."""
     blank = dict.fromkeys(("p20_ms", "p50_ms", "p80_ms", "tflops", "gate", "skipped"))
@@ -165,20 +156,15 @@ def line_of(case: GpuCase, subject: str, direction: str, session: Session, **fou
 def examine(case: GpuCase, runner: PeerRunner, lse: Tensor, oracle: Pattern) -> tuple[float, dict[str, float]]:
     """Largest error of a subject's first calls relative to its rounding bound, and their duration in seconds."""
     device = runner.grad_output.device.type
-    begun = time.perf_counter()
-    output = runner.forward()
-    synchronize(device)
-    first = {"forward": time.perf_counter() - begun}
-    begun = time.perf_counter()
-    gradients = torch.autograd.grad(output, runner.inputs, runner.grad_output)
-    synchronize(device)
-    first["backward"] = time.perf_counter() - begun
+    output, forward = timed(runner.forward, device)
+    gradients, backward = timed(lambda: torch.autograd.grad(output, runner.inputs, runner.grad_output), device)
     given = (*runner.inputs, output)
     query, key, value, output = (runner.standard(t.detach()) for t in given)
     grads = (runner.standard(t) for t in (runner.grad_output, *gradients))
     rows = sample(case.n, 64 if case.n <= 64 * K else 32 if case.n <= 256 * K else 8)
     computed = Computed(query, key, value, output, lse, *grads)
-    return error_ratio(computed, oracle, rows, sorted({0, case.heads - 1})), first
+    error = error_ratio(computed, oracle, rows, sorted({0, case.heads - 1}))
+    return error, {"forward": forward, "backward": backward}
 
 
 def time_subject(case: GpuCase, runner: PeerRunner, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -193,10 +179,7 @@ def time_subject(case: GpuCase, runner: PeerRunner, device: str) -> Iterator[tup
             # The allocator hands out a cached block whole, and its unused rest would count as allocated.
             torch.cuda.empty_cache()
         with PeakMemory(device) as peak:
-            begun = time.perf_counter()
-            results = call()
-            synchronize(device)
-            once = time.perf_counter() - begun
+            results, once = timed(call, device)
         kept = results if isinstance(results, tuple) else (results,)
         extra = None
         if peak.extra is not None and device == "cuda":

@@ -8,18 +8,20 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...kernels.triton import PACKAGE
 from ...ops import memory_budget
+
+Result = TypeVar("Result")
 
 
 def synchronize(device: str) -> None:
@@ -36,6 +38,21 @@ def clock(call: Callable[[], Any], device: str = "cpu", calls: int = 1) -> float
         call()
     synchronize(device)
     return (time.perf_counter() - begun) / calls
+
+
+def timed(call: Callable[[], Result], device: str) -> tuple[Result, float]:
+    """Result and seconds of one call, until the device has finished."""
+    begun = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - begun
+
+
+def quantiles(seconds: Iterable[float]) -> dict[str, float | None]:
+    """p20, p50 and p80 in milliseconds; None without times."""
+    ordered = sorted(seconds)
+    at = {share: round(share / 100 * (len(ordered) - 1)) for share in (20, 50, 80)}
+    return {f"p{share}_ms": 1e3 * ordered[index] if ordered else None for share, index in at.items()}
 
 
 def draw(n: int, d: int, heads: int, key_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

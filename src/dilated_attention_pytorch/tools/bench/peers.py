@@ -1,6 +1,6 @@
 """Peers on the same tensors and blocks: SDPA, FlexAttention, FlashAttention-4, cuDNN's sparse attention.
 
-Every peer is timed through autograd, as the library is. Optional packages are imported when a peer is asked for.
+Every peer is timed through autograd, as the library is. Optional packages are imported when a peer is built.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -83,23 +84,16 @@ class Processes:
             self.members.append(member)
         self._ask("ready")
 
-    def forward(self) -> None:
-        """Every rank computes its rows."""
-        self._ask("forward")
-
-    def backward(self) -> None:
-        """Every rank computes its gradients."""
-        self._ask("backward")
-
     def prepare(self) -> tuple[dict[str, Any], Computed]:
         """First calls of both directions: the subject to time, and the inputs of the gate."""
+        run = {name: partial(self._ask, name) for name in DIRECTIONS}
         found = {
-            "run": {"forward": self.forward, "backward": self.backward},
-            "first_call_s": clock(self.forward),
+            "run": run,
+            "first_call_s": clock(run["forward"]),
             # Memory of other processes is not measured here.
             "peak": {name: PeakMemory("cpu") for name in DIRECTIONS},
         }
-        self.backward()
+        run["backward"]()
         output, lse, *gradients = (
             unshard_sequence(parts, self.layout) for what in ("output", "gradients") for parts in self._results(what)
         )
@@ -123,12 +117,12 @@ class Processes:
                 end.send(what)
             answers = [end.recv() for end in self.ends]
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"a rank ended in {what!r}; what it printed says why") from error
+            raise RuntimeError(f"a rank ended in {what!r}; see its output for the reason") from error
         return answers
 
 
 def _serve(
-    asked: Connection, rank: int, world: int, port: int, pattern: str, n: int, backend: str, arrays: Sequence[Any]
+    requests: Connection, rank: int, world: int, port: int, pattern: str, n: int, backend: str, arrays: Sequence[Any]
 ) -> None:
     """Main loop of a rank, until the parent closes the pipe."""
     import signal
@@ -144,7 +138,7 @@ def _serve(
     found: dict[str, tuple[Tensor, ...]] = {}
     while True:
         try:
-            what = asked.recv()
+            what = requests.recv()
         except (EOFError, OSError):
             break
         match what:
@@ -153,5 +147,5 @@ def _serve(
             case "backward":
                 output = found["output"][0]
                 found["gradients"] = torch.autograd.grad(output, inputs, grad_output, retain_graph=True)
-        asked.send([x.detach().numpy() for x in found[what]] if what in found else None)
+        requests.send([x.detach().numpy() for x in found[what]] if what in found else None)
     dist.destroy_process_group()

@@ -29,10 +29,9 @@ from . import ranks as ranked
 from . import trials
 from .cases import Case, Group, suite
 from .gate import Computed, error_ratio, sample
-from .measure import PeakMemory, clock, draw, facts, synchronize
+from .measure import PeakMemory, clock, draw, facts, quantiles, timed
 from .results import (
     DIRECTIONS,
-    KEY,
     WORK,
     Bar,
     append,
@@ -92,11 +91,8 @@ def prepare(
 
     Without a gradient of the output, a random one is drawn.
     """
-    begun = time.perf_counter()
     with PeakMemory(group.device) as forward_peak:
-        output, lse = forward()
-        synchronize(group.device)
-    first = time.perf_counter() - begun
+        (output, lse), first = timed(forward, group.device)
     grad = torch.randn_like(output) if grad_output is None else grad_output
 
     def backward() -> tuple[Tensor, ...]:
@@ -142,7 +138,7 @@ def why_too_slow(group: Group) -> str | None:
 def absent(group: Group, name: str, reason: str) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
     """Lines of a dense peer that is skipped."""
     for direction in DIRECTIONS:
-        key = dict(zip(KEY, _key(group, "dense", direction), strict=True))
+        key = {"suite": group.suite, "case": "dense", "subject": None, **group.shape, "direction": direction}
         shape = {"heads": group.peer_heads, "backend": name, "p50_ms": None, "skipped": reason}
         yield {**key, **shape, **facts(group.device)}, []
 
@@ -223,21 +219,17 @@ def ratio(subject: Subject, dense: Subject, direction: str) -> float:
 
 def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> dict[str, Any]:
     """One line of the results."""
-    times = sorted(1e3 * seconds for seconds in subject.seconds[direction])
-    p20, p50, p80 = (times[round(share * (len(times) - 1))] if times else None for share in (0.2, 0.5, 0.8))
+    times = subject.seconds[direction]
     rivals = peers if times and subject not in peers else []
-    shape = {"n": group.n, "d": group.d, "heads": group.heads, "key_heads": group.key_heads, "dtype": group.dtype}
     return {
         "suite": group.suite,
         "case": subject.case,
         "backend": subject.backend,
         "direction": direction,
         "pattern": subject.pattern,
-        **shape,
+        **group.shape,
         "heads": group.peer_heads if subject in peers else group.heads,
-        "p20_ms": p20,
-        "p50_ms": p50,
-        "p80_ms": p80,
+        **quantiles(times),
         "rounds": len(times),
         "flops": subject.flops * WORK[direction],
         "gflop_s": statistics.median(subject.rates(direction)) / 1e9 if times else None,
@@ -325,8 +317,7 @@ def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
 
 
 def _key(group: Group, case: str, direction: str) -> tuple[Any, ...]:
-    shape = {name: getattr(group, name) for name in ("suite", "n", "d", "heads", "key_heads", "dtype")}
-    return key_of({"case": case, "direction": direction, **shape})
+    return key_of({"suite": group.suite, "case": case, "direction": direction, **group.shape})
 
 
 def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> Iterator[Bar]:

@@ -150,8 +150,8 @@ def _by_length(own: list[Record], absent: Iterable[Line]) -> Iterator[Part]:
     yield Heading(f"{heads} head{'s' * (heads > 1)} of {d}", 3)
     header = [tokens_text(n) for n in lengths]
 
-    def cells(tell: Callable[[Record], str | None]) -> list[list[str]]:
-        return [[name, *((tell(r) or "" if (r := forward.get((name, n))) else "") for n in lengths)] for name in names]
+    def cells(text: Callable[[Record], str | None]) -> list[list[str]]:
+        return [[name, *((text(r) or "" if (r := forward.get((name, n))) else "") for n in lengths)] for name in names]
 
     yield "Milliseconds of a forward pass."
     yield Table(("case", *header), cells(lambda r: figure_text(r.ms)))

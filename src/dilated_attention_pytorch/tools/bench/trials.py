@@ -161,7 +161,7 @@ def on_chosen_blocks(
 ) -> Tensor:
     """Dense attention over (B, N, H, D) on given blocks, with the interface of a learned core."""
     if any(flags) or any(mask is not None for mask in masks.values()):
-        raise must("a choice must be asked for as it was made", "a flag or a mask")
+        raise must("selected blocks must be attended to with the arguments of their selection", "a flag or a mask")
     allowed = selection.allowed()
     for axis in (3,) if selection.per_token else (2, 3):
         allowed = allowed.repeat_interleave(selection.block_size, axis).narrow(axis, 0, selection.n)

@@ -29,23 +29,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--report", nargs="*", type=Path, metavar="LOG", help=text)
     given = parser.read(arguments)
     from ..html_page import write
-    from . import retrieval_report, runner
-    from .editions import fetch
+    from . import retrieval, retrieval_report, runner
+    from .editions import fetch, read_plays
 
     deadline = time.monotonic() + 60 * given.minutes
     given.out.mkdir(parents=True, exist_ok=True)
     log = given.out / "quality.jsonl"
     if given.fetch:
         given.plays = fetch(given.out)
-    short = runner.run(given, log, deadline) if given.report is None else None
+    short = None
+    if given.report is None:
+        plays = None if given.plays is None else read_plays(given.plays)
+        suite = runner.suite_named(given.suite, plays, given.tasks, deadline)
+        short = runner.run_suite(suite, log, deadline, given.resume, given.json)
     logs = given.report or [log]
     lines = [line for each in logs for line in runner.read_log(each)]
     write(given.out / "quality.md", runner.report(lines, ", ".join(each.name for each in logs)))
-    compared = runner.of_patterns(lines)
+    compared = runner.of_suites(lines, runner.SUITES)
     if compared:
         runner.plot(compared, given.out / "quality.png")
     if short is not None:
         print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
         return 130
-    learned = retrieval_report.learned_all(runner.of_retrieval(lines))
+    learned = retrieval_report.learned_all(runner.of_suites(lines, retrieval.SUITES))
     return 0 if learned and all(row["counts"] for row in runner.judged(compared)) else 1

@@ -87,7 +87,7 @@ class Play:
     def passage(self, size: int, at: float) -> tuple[bytes, bytes, Tensor]:
         """`size` bytes of each edition from corresponding places; which byte of the first each of the second repeats.
 
-        `at` in [0, 1) tells where in the play. -1 stands for a byte that repeats none of the first passage.
+        `at` in [0, 1) is the position in the play. -1 stands for a byte that repeats none of the first passage.
         """
         first, second = self.anchors[:, int(at * self.starts(size))].tolist()
         source = self.counterpart(torch.arange(second, second + size)) - first

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -351,7 +351,7 @@ def sources() -> str:
     return digest([*sorted(path for folder in folders for path in folder.rglob("*.py")), Path(__file__)])
 
 
-def measure(suite: RetrievalTask, left: list[tuple[str, str, float, int]]) -> Iterator[Line]:
+def measure(suite: RetrievalTask, left: Iterable[tuple[str, str, float, int]]) -> Iterator[Line]:
     """A line for each run."""
     starts, code = Starts(suite), sources()
     for task, row, density, seed in left:

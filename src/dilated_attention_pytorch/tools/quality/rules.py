@@ -10,7 +10,7 @@ blocks, so an average of two blocks is the same choice as a count of two.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def sources() -> str:
     return digest([Path(selectors.__file__), Path(retrieval.__file__), Path(__file__)])
 
 
-def measure(suite: RuleSuite, left: list[Run]) -> Iterator[Line]:
+def measure(suite: RuleSuite, left: Iterable[Run]) -> Iterator[Line]:
     """A line for each run."""
     task, starts = suite.task, Starts(suite.task)
     code = sources()

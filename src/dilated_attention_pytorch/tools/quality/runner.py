@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..bench.results import append, read_lines
 from ..html_page import wrapped, write
 from . import __doc__ as about
 from . import retrieval, retrieval_report, rules
-from .editions import HEADS, OutOfTime, Play, Task, compare, read_plays
+from .editions import HEADS, OutOfTime, Play, Task, compare
 
 WIDTH = 64
 LEARNED = {"recall": 0.95, "editions": 0.5}
@@ -215,12 +214,10 @@ def runs(suite: Suite, plays: list[Play] | None) -> list[Run]:
     return found + [("speed", name, 0, task) for task in seeds for name in names]
 
 
-def measure(suite: Suite, plays: list[Play] | None, left: list[Run], deadline: float) -> Iterator[Line]:
-    """A row for each run that is left; `OutOfTime` where the next would end too late."""
+def measure(suite: Suite, plays: list[Play] | None, deadline: float, left: Iterable[Run]) -> Iterator[Line]:
+    """A row for each run; `OutOfTime` where the next would end too late."""
     long, width = suite.editions.n, suite.editions.width // HEADS
     for task, name, seed, of in left:
-        if time.monotonic() > deadline:
-            raise OutOfTime("the time given is over")
         line = {"task": task, "pattern": name, "seed": seed}
         if task == "recall":
             yield line | recall(suite, name, seed)
@@ -268,7 +265,7 @@ def report(
 
     `sections` are lines of other sections after those of the retrieval tasks.
     """
-    small, chosen, lines = of_retrieval(lines), of_rules(lines), of_patterns(lines)
+    small, chosen, lines = (of_suites(lines, each) for each in (retrieval.SUITES, rules.RULE_SUITES, SUITES))
     text = ["# What a pattern costs in quality", "", *(about or "").partition("\n\n")[2].strip().split("\n"), ""]
     text += [f"`{command}` wrote this page and the picture; the rows are in {logs}.", ""]
     if small:
@@ -361,109 +358,77 @@ def read_log(log: Path) -> list[Line]:
     return [line for line in read_lines([log]) if line.keys() >= {"suite", "task"}] if log.is_file() else []
 
 
-def of_retrieval(lines: list[Line]) -> list[Line]:
-    """Rows of the retrieval suites."""
-    return [line for line in lines if line["suite"] in retrieval.SUITES]
-
-
-def of_rules(lines: list[Line]) -> list[Line]:
-    """Rows of the suites of published rules."""
-    return [line for line in lines if line["suite"] in rules.RULE_SUITES]
-
-
-def of_patterns(lines: list[Line]) -> list[Line]:
-    """Rows of the suites that compare patterns."""
-    return [line for line in lines if line["suite"] in SUITES]
-
-
-def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
-    """Measure what is not in the log; why the rest was left."""
-    name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, *rules.RULE_SUITES):
-        return run_retrieval(retrieval_suite(name), log, deadline, given.resume, given.json)
-    suite = SUITES[name]
-    if suite.device == "cuda" and not torch.cuda.is_available():
-        raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
-    known = facts(suite.device)
-    done = _resumed(log, name, given.resume, {fact: known[fact] for fact in ("device", "git")})
-    keys = {(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in done}
-    left = [run for run in runs(suite, plays) if run[0] in given.tasks and run not in keys]
-
-    def describe(line: Line) -> str:
-        outcome = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
-        return f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {outcome}".lstrip()
-
-    found = ({"suite": name, **line, **known} for line in measure(suite, plays, left, deadline))
-    return _record(found, log, describe, given.json)
+def of_suites(lines: list[Line], suites: Collection[str]) -> list[Line]:
+    """Rows of some suites."""
+    return [line for line in lines if line["suite"] in suites]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumableSuite:
-    """Runs of a suite of retrieval tasks, and the fields of a line that identify its run."""
+class MeasuredSuite:
+    """Runs of a suite, and the fields of a line that identify its run."""
 
     name: str
     fields: tuple[str, ...]
     runs: Sequence[tuple[Any, ...]]
-    measure: Callable[[list[Any]], Iterator[Line]]
+    measure: Callable[[Iterable[Any]], Iterator[Line]]
     """A line for each of the given runs."""
-    sources: str
-    """Hash of the sources that the lines are about; lines of other sources are measured again."""
+    stamp: Line
+    """Fields that lines of this version have; other lines of the suite are measured again."""
+    device: str = "cpu"
 
 
-def retrieval_suite(name: str) -> ResumableSuite:
-    """A suite of retrieval tasks by its name."""
+def suite_named(name: str, plays: list[Play] | None, tasks: Collection[str], deadline: float) -> MeasuredSuite:
+    """A suite by its name; `plays` and `tasks` select the runs of a suite that compares patterns."""
     if name in rules.RULE_SUITES:
         chosen = rules.RULE_SUITES[name]
-        return ResumableSuite(
+        return MeasuredSuite(
             name=name,
             fields=("task", "pattern", "budget", "seed"),
             runs=chosen.runs(),
             measure=partial(rules.measure, chosen),
-            sources=rules.sources(),
+            stamp={"sources": rules.sources()},
         )
-    suite = retrieval.SUITES[name]
-    return ResumableSuite(
+    if name in retrieval.SUITES:
+        task = retrieval.SUITES[name]
+        return MeasuredSuite(
+            name=name,
+            fields=("task", "pattern", "wanted", "seed"),
+            runs=retrieval.runs(task),
+            measure=partial(retrieval.measure, task),
+            stamp={"sources": retrieval.sources()},
+        )
+    suite = SUITES[name]
+    if suite.device == "cuda" and not torch.cuda.is_available():
+        raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
+    return MeasuredSuite(
         name=name,
-        fields=("task", "pattern", "wanted", "seed"),
-        runs=retrieval.runs(suite),
-        measure=partial(retrieval.measure, suite),
-        sources=retrieval.sources(),
+        fields=("task", "pattern", "seed", "of"),
+        runs=[run for run in runs(suite, plays) if run[0] in tasks],
+        measure=partial(measure, suite, plays, deadline),
+        stamp={fact: facts(suite.device)[fact] for fact in ("device", "git")},
+        device=suite.device,
     )
 
 
-def run_retrieval(
-    suite: ResumableSuite, log: Path, deadline: float, resume: bool, as_json: bool = False
+def run_suite(
+    suite: MeasuredSuite, log: Path, deadline: float, resume: bool, as_json: bool = False
 ) -> OutOfTime | None:
     """Measure the runs that are not in the log; why the rest was left."""
-    done = _resumed(log, suite.name, resume, {"sources": suite.sources})
-    keys = {tuple(line[field] for field in suite.fields) for line in done}
-    known = facts("cpu")
-
-    def lines() -> Iterator[Line]:
-        for line in suite.measure([run for run in suite.runs if run not in keys]):
-            yield {"suite": suite.name, **line, **known}
-            if time.monotonic() > deadline:
-                raise OutOfTime("the time given is over")
-
-    def describe(line: Line) -> str:
-        row = line.get("setting", line["pattern"])
-        return f"{line['task']:<9} {row} {100 * line['density']:.1f} %: {line['quality']:.3f}"
-
-    return _record(lines(), log, describe, as_json)
-
-
-def _resumed(log: Path, name: str, resume: bool, wanted: Line) -> list[Line]:
-    """Lines of a suite that a resumed run keeps: lines with the wanted fields. Other lines of the suite are removed."""
     old = read_log(log)
-    kept = [line for line in old if line["suite"] == name and resume and line.items() >= wanted.items()]
-    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in kept))
-    return kept
+    kept = [line for line in old if line["suite"] == suite.name and resume and line.items() >= suite.stamp.items()]
+    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != suite.name or line in kept))
+    keys = {tuple(line.get(field, "") for field in suite.fields) for line in kept}
 
+    def left() -> Iterator[tuple[Any, ...]]:
+        for run in suite.runs:
+            if run not in keys:
+                if time.monotonic() > deadline:
+                    raise OutOfTime("the time given is over")
+                yield run
 
-def _record(lines: Iterator[Line], log: Path, describe: Callable[[Line], str], as_json: bool) -> OutOfTime | None:
-    """Add lines to the log and print them as they are measured; why the rest was left."""
     try:
-        for line in lines:
+        for measured in suite.measure(left()):
+            line = {"suite": suite.name, **measured, **facts(suite.device)}
             append(log, line)
             print(json.dumps(line) if as_json else describe(line), flush=True)
     except OutOfTime as why:
@@ -471,3 +436,12 @@ def _record(lines: Iterator[Line], log: Path, describe: Callable[[Line], str], a
     except KeyboardInterrupt:
         return OutOfTime("interrupted")
     return None
+
+
+def describe(line: Line) -> str:
+    """One row as text."""
+    what = f"{line.get('of', ''):>9} {line['task']:<9} {line.get('setting', line['pattern']):<15}".lstrip()
+    if line["task"] == "speed":
+        return f"{what} {line['speedup']:.2f}x"
+    kept = f" {100 * line['density']:.1f} %," if "density" in line else ""
+    return f"{what}{kept} quality {line['quality']:.3f}"
