@@ -242,7 +242,7 @@ def test_a_row_counts_only_if_dense_learned():
     assert not any(row["counts"] for row in quality.judged(rows(0.99, 0.09)[:1]))
     assert "no row counts" in quality.report(rows(0.5, 0.1))
     page = quality.report(rows(0.99, 0.09))
-    assert "| local | 0.765 | 75 % | 10 % | 2.00x | 1 |" in page
+    assert "| local | 0.765 | 75.00 % | 10 % | 2.00x | 1 |" in page
     assert "| near | 0.090 | 0 % |  |  | 1 |" in page, "a speed-up that was not measured is left open"
 
 
