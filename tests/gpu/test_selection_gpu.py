@@ -514,7 +514,7 @@ def test_a_cuda_graph_replays_on_other_bounds(what, is_causal):
         graph.replay()
         held = given if isinstance(given, str) else given.cpu()
         wanted = packed_step(on_cpu, held, torch.tensor(other), is_causal)
-        # Eager calls share a plan while the bounds stay as they are.
+        # Eager calls read the present bounds, too.
         for found in (captured, *(packed_step(leaves, given, bounds, is_causal) for _ in range(2))):
             for got, want in zip(found, wanted, strict=True):
                 assert error(got.detach().cpu(), want.detach()) <= 1e-4

@@ -124,7 +124,7 @@ def attention(
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
             applies to each separately. On the query's GPU, bounds of full, causal and window patterns and
             their `&` stay there, in float16, bfloat16 and float32 without `memory_budget`: they may change under a
-            CUDA graph or by torch operations; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
+            CUDA graph; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it.
@@ -253,7 +253,7 @@ def _attend(
     if is_observed(query, key, value, *(x for x in learned if x is not None)):
         run = _Attention.apply if needs_graph(query, key, value, *learned) else torch.ops.dilated_attention.forward
         return run(query, key, value, *settings)
-    resolved = resolve_call(query, key, value, settings, is_eager)
+    resolved = resolve_call(query, key, value, settings)
     # A prepared call runs on tensors with the strides that it was given.
     same = all(x.stride() == y.stride() for x, y in zip(given, (query, key, value), strict=True))
     if is_plain and same and settings.sink is sink:
@@ -540,12 +540,10 @@ def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Te
     return *grads, grad_bias, query.new_empty(0) if grad_sink is None else grad_sink
 
 
-def resolve_call(
-    query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, is_eager: bool = False
-) -> ResolvedCall:
-    """Plan a call and choose its backend. Bounds on a device are planned once for eager calls."""
+def resolve_call(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> ResolvedCall:
+    """Plan a call and choose its backend."""
     warmup.begin(query, settings.backend)
-    call = call_of(query, key, value, settings, is_eager=is_eager)
+    call = call_of(query, key, value, settings)
     name, runner = choose(call, settings.backend)
     return ResolvedCall(settings, call.plan, call.pattern, name, runner)
 
@@ -563,27 +561,21 @@ def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
 
 
 def call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    settings: CallSettings,
-    device: torch.device | None = None,
-    is_eager: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, device: torch.device | None = None
 ) -> AttentionCall:
     """Call as a backend sees it, with its plan from the cache, on the query's device or another."""
     cu_seqlens = settings.cu_seqlens
-    stays = device is None and cu_seqlens is not None and not allows_host_sync(cu_seqlens.device)
-    if stays and (call := _call_on_device(query, key, value, settings, is_eager)) is not None:
-        return call
+    if device is None and cu_seqlens is not None and not allows_host_sync(cu_seqlens.device):
+        call = _call_on_device(query, key, value, settings)
+        if call is not None:
+            return call
     lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
     resolved, block_size = _resolved_pattern(query, settings, lengths)
     plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
     return settings.call(query, key, value, plan, resolved)
 
 
-def _call_on_device(
-    query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, is_eager: bool
-) -> AttentionCall | None:
+def _call_on_device(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> AttentionCall | None:
     """Call whose documents are planned on their device; None if the host must read their bounds."""
     cu_seqlens = settings.cu_seqlens
     resolved, block_size = _resolved_pattern(query, settings, None)
@@ -591,7 +583,7 @@ def _call_on_device(
     window = window_of(resolved, n)
     if cu_seqlens is None or cu_seqlens.device != query.device or window is None or settings.memory_budget is not None:
         return None
-    plan = documents_plan(cu_seqlens, n, heads, block_size, *window, is_eager=is_eager)
+    plan = documents_plan(cu_seqlens, n, heads, block_size, *window)
     call = settings.call(query, key, value, plan)
     return call if can_run(call, settings.backend) else None
 

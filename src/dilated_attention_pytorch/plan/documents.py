@@ -4,31 +4,28 @@ Row t of a document [a, b) sees keys max(a, t - before) .. min(b, t + after + 1)
 follow from the number of tokens and documents. Bounds that do not ascend from 0 to n never lead out of the sequence:
 the first counts as 0, the last as n, and the others are raised to the largest before them and held below n.
 
-Operations on a device are few: tables that follow from shapes alone are cached (`WindowTables`), and so is what calls
-derive from bounds, while these are unchanged (`memo_of`).
+Operations on a device are few, because tables that follow from shapes alone are cached (`WindowTables`). Plans are not
+cached: kernels of others may write to the bounds, which torch does not count as changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ..patterns import And, Causal, Full, Pattern, SlidingWindow
-from .cache import StreamCache, TensorMemo, is_intercepted
+from .cache import StreamCache, is_intercepted
 from .plan import FULL_BEGIN, FULL_END, Axis, DeviceTables, Masks, Part, Plan, Walk
 from .tile_lists import weight
 
 Result = TypeVar("Result")
 LONGEST = 2**15
-"""Most tiles of plans and of tables of shapes that are cached: 5 and 10 MiB."""
+"""Most tiles of tables that are cached: 10 MiB."""
 _tables = StreamCache(16)
 """Tables that follow from shapes alone, by these."""
-_memos: dict[int, tuple[ref[Tensor], TensorMemo]] = {}
-"""Values derived from bounds, by the identity of the tensor, with which an entry is removed."""
 
 
 def window_of(pattern: Pattern, n: int) -> tuple[int, int] | None:
@@ -42,22 +39,6 @@ def window_of(pattern: Pattern, n: int) -> tuple[int, int] | None:
     if type(pattern) is Full:
         return n, n
     return (n, 0) if type(pattern) is Causal else None
-
-
-def memo_of(cu_seqlens: Tensor) -> TensorMemo | None:
-    """Cache of values that eager calls derive from bounds; None if changes of the bounds could go unnoticed.
-
-    Inference tensors count no changes, and memory that torch did not allocate is written by others: by another library,
-    or by the CUDA graph of a compiled function, which returns the same tensor in every call.
-    """
-    if type(cu_seqlens) is not Tensor or cu_seqlens.is_inference() or not cu_seqlens.untyped_storage().resizable():
-        return None
-    number = id(cu_seqlens)
-    _, memo = _memos.get(number, (None, None))
-    if memo is None or memo.is_outdated():
-        memo = TensorMemo(cu_seqlens)
-        _memos[number] = ref(cu_seqlens, lambda _, memos=_memos: memos.pop(number, None)), memo
-    return memo
 
 
 def _of_shapes(make: Callable[..., Result], length: int, device: torch.device, *sizes: Hashable) -> Result:
@@ -207,26 +188,14 @@ def _walk_tables(
     return by_place.int(), by_rest.int(), stored.int(), mask.int()
 
 
-def documents_plan(
-    cu_seqlens: Tensor, n: int, heads: int, size: int, before: int, after: int, *, is_eager: bool = False
-) -> Plan:
+def documents_plan(cu_seqlens: Tensor, n: int, heads: int, size: int, before: int, after: int) -> Plan:
     """Plan of a window in packed documents, for `heads` heads that share its lists.
 
     Every document has tiles of its own, so that a pair of tiles has one of a few bands, which follows from their
-    distance. Tiles that exceed the documents' own start and end at n. Eager calls share the plan, see `memo_of`; the
-    generated code of a compiler may write to a tensor without counting the change.
+    distance. Tiles that exceed the documents' own start and end at n.
     """
-    tiles, shapes = n // size + len(cu_seqlens) - 1, (n, len(cu_seqlens) - 1, heads, size, before, after)
-    memo = memo_of(cu_seqlens) if is_eager and tiles <= LONGEST else None
-
-    def make() -> Plan:
-        tables = _of_shapes(_window_tables, tiles, cu_seqlens.device, *shapes)
-        return _plan(cu_seqlens, n, heads, size, tables)
-
-    return make() if memo is None else memo.derive(shapes, make)
-
-
-def _plan(cu_seqlens: Tensor, n: int, heads: int, size: int, tables: WindowTables) -> Plan:
+    shapes = n, len(cu_seqlens) - 1, heads, size, before, after
+    tables = _of_shapes(_window_tables, n // size + len(cu_seqlens) - 1, cu_seqlens.device, *shapes)
     # Of documents, and of one more that has the tiles beyond their own.
     bounds = ascending(cu_seqlens, n)
     many, complete = (bounds.diff() + tables.rounding) // size
