@@ -21,6 +21,7 @@ from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import attention as selected
 from dilated_attention_pytorch.selection import backend
+from dilated_attention_pytorch.selection import indices as lists
 from dilated_attention_pytorch.selection.indices import GRANULARITIES
 from dilated_attention_pytorch.selection.kernels.lowering import Listed
 from dilated_attention_pytorch.selection.plan import block_plan, invert_selection
@@ -89,6 +90,23 @@ def test_chunks_of_tokens_equal_the_whole_call(rows, monkeypatch):
         runs.append([output, *torch.autograd.grad(output.square().sum(), x)])
     assert all(torch.equal(a, b) for a, b in zip(runs[0][:2], runs[1][:2], strict=True))
     assert all(error(a.float(), b.float()) < 1e-2 for a, b in zip(runs[0][2:], runs[1][2:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("entries", [1, 4, 16, 51, 128])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_normal_form_of_short_lists_equals_that_of_long_ones(per_token, entries, dtype, monkeypatch):
+    for is_causal, local in ((False, 0), (True, 0), (False, 2), (True, 1)):
+        call = IndexCall(per_token, is_causal, 1000, 16, scope=2, entries=entries, counted=True, wild=True)
+        indices, counts, _ = call.lists()
+        given, shape = (indices.to("cuda", dtype), counts.cuda()), {"n": 1000, "heads": 4, "granularity": 16}
+        made = make_selection(*given, **shape, is_causal=is_causal, local_blocks=local)
+        with monkeypatch.context() as sorting:
+            sorting.setattr(lists, "LONGEST_COMPARED", 0)
+            wanted = make_selection(*given, **shape, is_causal=is_causal, local_blocks=local)
+        assert torch.equal(made.indices, wanted.indices) and torch.equal(made.counts, wanted.counts)
+        assert (made.sharing_rows is None) == (wanted.sharing_rows is None)
+        assert made.sharing_rows is None or torch.equal(made.sharing_rows, wanted.sharing_rows)
 
 
 def test_tokens_take_half_more_memory_than_their_tensors():
