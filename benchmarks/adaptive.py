@@ -8,7 +8,8 @@ Tasks:
     lookup    the task of examples/adaptive_retrieval.py: 4 of 16 blocks are kept.
     coverage  blocks kept at a coverage of 0.9 on concentrated and on diffuse attention.
     crossover a forward pass with chosen blocks and with all, by length, for `AdaptiveConfig.dense_below`.
-    units     a forward pass by the unit and rank of scores, and with all blocks.
+    units     a causal forward pass by the unit and rank of scores, and with all blocks.
+    block_units  the same without a causal mask, where blocks of queries choose.
     choosing  choosing blocks alone, by the unit, rank and lists of scores, in turns.
     speed     a forward pass against torch's dense attention, in turns. On a GPU: adaptive_gpu.py.
 """
@@ -275,7 +276,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
     parser.add_argument(
-        "--tasks", nargs="+", default=["needle", "lookup", "coverage", "crossover", "units", "choosing", "speed"]
+        "--tasks",
+        nargs="+",
+        default=["needle", "lookup", "coverage", "crossover", "units", "block_units", "choosing", "speed"],
     )
     parser.add_argument("--needle-steps", type=int, default=200)
     parser.add_argument("--lookup-steps", type=int, default=300)
@@ -317,10 +320,11 @@ def main() -> None:
             # From the end: a single lucky short run is no rule.
             slower = [line["n"] for line in found if line["chosen"] > line["dense"]]
             print(f"causal {is_causal}: dense_below should lie above {max(slower, default=0)}", flush=True)
-    if "units" in asked.tasks:
-        for unit, rank in ((16, 32), (4, 32), (2, 32), (1, 16), (1, 32)):
-            for line in crossover(asked.lengths or [8192], asked.sparsity, True, unit, rank):
-                tell(task="units", unit=unit, rank=rank, **line)
+    for name, is_causal in (("units", True), ("block_units", False)):
+        if name in asked.tasks:
+            for unit, rank in ((16, 32), (4, 32), (2, 32), (1, 16), (1, 32)):
+                for line in crossover(asked.lengths or [8192], asked.sparsity, is_causal, unit, rank):
+                    tell(task=name, unit=unit, rank=rank, **line)
     if "choosing" in asked.tasks:
         for n in asked.lengths or [8192]:
             for line in choosing(n, asked.sparsity):

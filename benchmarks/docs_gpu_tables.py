@@ -46,7 +46,8 @@ blocks, and causal attention masks only the diagonal blocks. Before a library is
 of its output and gradients are compared with float64; a library with wrong results is not timed. A time is the median
 of single calls between CUDA events after warm-up calls. Before each call, 256 MiB are written to empty the L2 cache.
 Backward passes are timed through autograd. TFLOP/s count the allowed pairs: 4 d operations per pair forward, 2.5 times
-as many backward."""
+as many backward. The figures are of the commit above; README.md states how the kernels
+changed since."""
 
 
 @dataclass(frozen=True)

@@ -75,14 +75,32 @@ WIDE_NAMES = tuple(
     )
 )
 """Rows of the suite "width": models with heads of 64, where a rank of 32 is no longer all of a head."""
-SHAPES: dict[str, dict[str, Any]] = {"heads": {"heads": 4}, "width": {"width": 64}}
+BLOCKS = "blocks choose: "
+BLOCK_NAMES = tuple(
+    BLOCKS + name
+    for name in (
+        "dense",
+        "random",
+        *(f"{row}, {form}" for form in (COARSE, FULL_RANK) for row in ("frozen", "learned")),
+        "oracle",
+        f"learned, {FULL_RANK}, guarded",
+        "learned, `score_unit=1, match_rank=32, temperature=16.0`",
+    )
+)
+"""Rows of the suite "blocks": models with heads of 64 and without a causal mask, where blocks of queries choose. The
+last two are measured at the first density alone."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "heads": {"heads": 4},
+    "width": {"width": 64},
+    "blocks": {"width": 64, "is_causal": False},
+}
 """Models of the suites whose models are not those of the suite "cpu"."""
 INTRODUCTION = (
     f"Right answers at a counted density of {100 * DENSITY:g} %, with one setting changed at a time. Rows "
     "without a dense start train all steps with their own blocks. Rows weighted by their own gradients are a control "
     "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient. "
     f"Rows that name no score unit use {COARSE}. `python benchmarks/quality_suites.py` measures these tables: its "
-    "suites recipe, start, group, heads and width change one setting of the suite cpu at a time."
+    "suites recipe, start, group, heads, width and blocks change one setting of the suite cpu at a time."
 )
 STARTS = (
     "Right answers by the unit, rank, start and lists of scores. A fitted start is the best approximation of dot "
@@ -90,11 +108,15 @@ STARTS = (
     'its start in heads where training made it worse. With `select="all"` both heads have one score and one list. '
     "Operations are multiply-adds for each query, key and head while ranking."
 )
+SHAPE_NAMES = {"heads": FOUR_NAMES, "width": WIDE_NAMES, "blocks": BLOCK_NAMES}
 SHAPE_INTRODUCTIONS = {
     "heads": f"Right answers of models with four heads of 32 at a counted density of {100 * DENSITY:g} %, where "
     '`select="all"` is one list for all four:',
     "width": f"Right answers of models with two heads of 64 at a counted density of {100 * DENSITY:g} %. The "
     "models above have heads of 32, for which a match of rank 32 is exact:",
+    "blocks": "Right answers of models with two heads of 64 and without a causal mask, where blocks of 16 queries "
+    "choose among all blocks. Tokens with a question give no key to the token after them, as that key would equal "
+    "the question; otherwise the tasks are the same:",
 }
 Run = tuple[str, str, float, int]
 """Task, name, wanted density and seed."""
@@ -106,7 +128,7 @@ def settings_of(name: str, heads: int) -> tuple[str, dict[str, Any]]:
     >>> settings_of("learned, `score_unit=1, match_rank=16`, fitted", 2)
     ('learned', {'score_unit': 1, 'match_rank': 16, 'fitted': True})
     """
-    row, _, rest = name.removeprefix(FOUR).removeprefix(WIDE).partition(",")
+    row, _, rest = (name.partition(": ")[2] or name).partition(",")
     _, inside, flags = rest.split("`") if "`" in rest else ("", "", rest)
     found = {key: ast.literal_eval(value) for key, value in (x.split("=") for x in inside.split(", ") if x)}
     found |= {flag: True for flag in ("fitted", "guarded") if flag in flags}
@@ -135,6 +157,15 @@ SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
         for seed in SEEDS
         for task in ALL
         for name in WIDE_NAMES
+    ],
+    "blocks": lambda: [
+        (task, name, x, seed)
+        for seed in SEEDS
+        for task in ALL
+        for name in BLOCK_NAMES
+        for x in (
+            (1.0,) if name == BLOCK_NAMES[0] else (DENSITY,) if name in BLOCK_NAMES[-2:] else (DENSITY, LOW_DENSITY)
+        )
     ],
 }
 """Runs by the name of a suite that changes settings."""
@@ -182,28 +213,40 @@ def fine_table(lines: list[Line]) -> list[str]:
             mine = [x for x in mine if name != shown.partition(",")[0] or x["suite"] == "cpu"]
             if mine:
                 values = [[x["quality"] for x in mine if x["task"] == task] for task in ALL]
-                cost = operations(shown, HEADS)
+                cost = operations(shown)
                 text.append(f"| {100 * density:g} % | {shown} | {cost} | {' | '.join(map(spread, values))} |")
     return text
 
 
 def shape_table(lines: list[Line], suite: str) -> list[str]:
-    """Markdown table of right answers of the models of "heads" or "width"."""
+    """Markdown table of right answers of the models of a suite in `SHAPES`, by density if there are several."""
     mine = [x for x in lines if x["suite"] == suite]
     tasks = [task for task in ALL if any(x["task"] == task for x in mine)]
-    text = [f"| row | operations | {' | '.join(tasks)} |", "|---" * (len(tasks) + 2) + "|"]
-    for name in FOUR_NAMES if suite == "heads" else WIDE_NAMES:
-        values = [[x["quality"] for x in mine if x["setting"] == name and x["task"] == task] for task in tasks]
-        cost = operations(name, SHAPES[suite].get("heads", HEADS))
-        text.append(f"| {name.partition(': ')[2]} | {cost} | {' | '.join(map(spread, values))} |")
+    several = any(x["wanted"] == LOW_DENSITY for x in mine)
+    head = f"{'| counted density ' * several}| row | operations | {' | '.join(tasks)} |"
+    text = [head, "|---" * (len(tasks) + 2 + several) + "|"]
+    for density in (1.0, DENSITY, LOW_DENSITY):
+        for name in SHAPE_NAMES[suite]:
+            rows = [x for x in mine if (x["setting"], x["wanted"]) == (name, density)]
+            if rows:
+                values = [[x["quality"] for x in rows if x["task"] == task] for task in tasks]
+                counted = f"| {100 * density:g} % " * several
+                cost = operations(name, suite)
+                text.append(f"{counted}| {name.partition(': ')[2]} | {cost} | {' | '.join(map(spread, values))} |")
     return text
 
 
-def operations(name: str, heads: int) -> str:
+def operations(name: str, suite: str = "cpu") -> str:
     """Multiply-adds for each query, key and head while ranking by the scorer of a row, if it has one."""
+    shape = SHAPES.get(suite, {})
+    heads = shape.get("heads", HEADS)
     row, settings = settings_of(name, heads)
+    if row not in ("frozen", "learned"):
+        return ""
     shared = heads if settings.get("select") == "all" else 1
-    return "" if row in ("dense", "oracle") else f"{settings['match_rank'] / settings['score_unit'] / shared:g}"
+    # Blocks of queries match their sub-blocks, tokens themselves.
+    units = settings["score_unit"] ** (1 if shape.get("is_causal", True) else 2)
+    return f"{settings['match_rank'] / units / shared:g}"
 
 
 def report(lines: list[Line]) -> list[str]:

@@ -3,8 +3,8 @@
     python benchmarks/quality_suites.py --suite width --out FOLDER [--resume] [--minutes M]
     python benchmarks/quality_suites.py --page benchmarks/results/quality_{h200,cpu}.jsonl
 
-The suites recipe, start, group, heads and width change one setting of the learned choice of the
-suite cpu at a time.
+The suites recipe, start, group, heads, width and blocks change one setting of the learned choice of
+the suite cpu at a time.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class AdaptiveConfig:
         share = f", as many as hold {self.adaptive_ratio:g} of its attention" if self.adaptive_ratio else ""
         forced = f"those less than {self.local_blocks} away and the first {self.sink_blocks}"
         return [
-            f"  chooses: {chooser}, for itself, by what it asks and what the blocks hold",
+            f"  selects: {chooser}, by its queries and the keys of the blocks",
             f"  keeps  : {least} to {most} of the {blocks:,} blocks of {block_size} keys{share}; always {forced}",
             *([f"  dense  : below {self.dense_below:,} tokens in eval mode"] if self.dense_below else []),
         ]

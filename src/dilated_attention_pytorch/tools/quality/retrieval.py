@@ -51,23 +51,23 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalTask:
-    """Sizes of the retrieval tasks, and the runs of a suite."""
+    """Sizes of the retrieval tasks, of which `width` is that of a head, and the runs of a suite."""
 
     tasks: tuple[str, ...] = ("recall", "needle", "induction")
     densities: tuple[float, ...] = (0.25, 0.125, 0.0625)
     seeds: tuple[int, ...] = (0, 1, 2)
     rows: tuple[str, ...] = ROWS
 
+    is_causal: bool = True
+    """tokens choose among earlier blocks; otherwise blocks of queries among all blocks"""
     heads: int = HEADS
     width: int = WIDTH
-    """of a head"""
     n: int = 1024
     block: int = 16
     batch: int = 2
     dense_steps: int = 240
-    """steps with dense attention that all rows share"""
+    """steps with dense attention that all rows share, before `steps` of each row"""
     steps: int = 40
-    """steps of each row after that"""
     score_unit: int = 4
     hidden_dim: int = 16
     rate: float = 1e-2
@@ -130,9 +130,9 @@ TASKS: dict[str, Callable[[RetrievalTask, torch.Generator], tuple[Tensor, Tensor
 class Retriever(nn.Module):
     """One attention layer: queries of the tokens, keys of the previous tokens, values of the tokens."""
 
-    def __init__(self, attend: nn.Module, heads: int = HEADS, width: int = WIDTH) -> None:
+    def __init__(self, attend: nn.Module, heads: int = HEADS, width: int = WIDTH, is_causal: bool = True) -> None:
         super().__init__()
-        self.heads, wide = heads, heads * width
+        self.heads, self.is_causal, wide = heads, is_causal, heads * width
         self.embed = nn.Embedding(3 * NAMES, wide)
         self.query, self.key, self.value, self.out = (nn.Linear(wide, wide, bias=False) for _ in range(4))
         self.attend = attend
@@ -140,14 +140,16 @@ class Retriever(nn.Module):
     def forward(self, tokens: Tensor, asked: Tensor) -> Tensor:
         """Logits of the tokens where `asked`, bool (b, n), is True."""
         x = self.embed(tokens)
-        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        # Without a causal mask the token after a query would match the query better than the pair that answers it.
+        keys = x if self.is_causal else x.masked_fill(asked[..., None], 0.0)
+        before = F.pad(keys, (0, 0, 1, 0))[:, :-1]
         given = ((self.query, x), (self.key, before), (self.value, x))
-        output = self.attend(*(f(h).unflatten(-1, (self.heads, -1)) for f, h in given), is_causal=True)
+        output = self.attend(*(f(h).unflatten(-1, (self.heads, -1)) for f, h in given), is_causal=self.is_causal)
         return F.linear(self.out(output.flatten(2)[asked]), self.embed.weight)
 
 
 class DenseAttention(nn.Module):
-    """torch's causal attention on (B, N, H, D)."""
+    """torch's attention on (B, N, H, D)."""
 
     density = 1.0
 
@@ -158,13 +160,9 @@ class DenseAttention(nn.Module):
 
 
 class RuleAttention(nn.Module):
-    """Causal attention of tokens on their own block and the best of the earlier ones by a rule.
+    """Attention of tokens, or without a causal mask of blocks of queries, on their own block and the best by a rule.
 
-    Args:
-        rule: "nearest", "random" or "oracle".
-        block: tokens of a block.
-        budget: blocks that a token keeps.
-        group: heads that share their blocks.
+    The rule is "nearest", "random" or "oracle"; `group` heads share their blocks.
     """
 
     def __init__(self, rule: str, block: int, budget: Budget, group: int = 1) -> None:
@@ -172,34 +170,39 @@ class RuleAttention(nn.Module):
         self.rule, self.block, self.budget, self.group, self.density = rule, block, budget, group, 0.0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        """Attend over (B, N, H, D), with the same blocks that a token of `BlockSparseAdaptive` may list."""
+        """Attend over (B, N, H, D), with the same blocks that a row of `BlockSparseAdaptive` may list."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         n, size = q.shape[2], self.block
         t = n // size
         token, column = torch.arange(n), torch.arange(t)
-        own = token // size
+        past = token <= token[:, None] if is_causal else torch.ones(n, n, dtype=torch.bool)
+        own = token // size if is_causal else column
+        seen = own + 1 if is_causal else torch.full((t,), t)
         with torch.no_grad():
             if self.rule == "nearest":
-                score = column.double().expand(*q.shape[:2], n, t)
+                score = -(column - own[:, None]).abs().double().expand(*q.shape[:2], -1, t)
             elif self.rule == "random":
-                score = torch.rand(*q.shape[:2], n, t)
+                score = torch.rand(*q.shape[:2], len(own), t)
             else:
-                logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(token > token[:, None], -torch.inf)
+                logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~past, -torch.inf)
                 score = logits.softmax(-1).unflatten(-1, (t, size)).sum(-1)
+                score = score if is_causal else score.unflatten(2, (t, size)).sum(3)
             if self.group > 1:
                 score = score.unflatten(1, (-1, self.group)).sum(2).repeat_interleave(self.group, 1)
-            score = score.masked_fill(column >= own[:, None], -torch.inf)
+            hidden = column >= own[:, None] if is_causal else column == own[:, None]
+            score = score.masked_fill(hidden, -torch.inf)
             rank = score.argsort(-1, descending=True).argsort(-1)
-            wanted = self.budget.wanted(own + 1) - 1
+            wanted = self.budget.wanted(seen) - 1
             kept = ((rank < wanted[:, None]) & (score > -torch.inf)) | (column == own[:, None])
-            self.density = float(kept.double().mean((0, 1)).sum() / (own + 1).sum())
-            mask = kept.repeat_interleave(size, -1) & (token <= token[:, None])
+            self.density = float(kept.double().mean((0, 1)).sum() / seen.sum())
+            mask = kept.repeat_interleave(size, -1)
+            mask = (mask if is_causal else mask.repeat_interleave(size, -2)) & past
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-def budget_of(density: float, blocks: int) -> Budget:
-    """Budget whose counted density over a causal sequence is nearest to a given density."""
-    seen = torch.arange(1, blocks + 1)
+def budget_of(density: float, blocks: int, is_causal: bool = True) -> Budget:
+    """Budget whose counted density over a sequence is nearest to a given density."""
+    seen = torch.arange(1, blocks + 1) if is_causal else torch.tensor([blocks])
 
     def counted(kept: float) -> float:
         return float(Budget(kept, None, 1, None).wanted(seen).sum() / seen.sum())
@@ -212,7 +215,7 @@ def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn
     """Attention of a row at a counted density."""
     if row == "dense":
         return DenseAttention()
-    budget = budget_of(density, task.n // task.block)
+    budget = budget_of(density, task.n // task.block, task.is_causal)
     if row not in ("frozen", "learned"):
         return RuleAttention(row, task.block, budget, **settings)
     config = AdaptiveConfig(
@@ -229,7 +232,7 @@ def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn
 
 
 def density_of(module: nn.Module) -> float:
-    """Counted density of a module's last call: blocks kept over blocks that a causal token sees."""
+    """Counted density of a module's last call: blocks kept over blocks that its rows see."""
     if isinstance(module, BlockSparseAdaptive):
         return module.statistics()["density"]
     assert isinstance(module, DenseAttention | RuleAttention)
@@ -279,7 +282,7 @@ class Starts:
         """A copy of the checkpoint."""
         if (name, seed) not in self._models:
             torch.manual_seed(seed)
-            model = Retriever(DenseAttention(), self.task.heads, self.task.width)
+            model = Retriever(DenseAttention(), self.task.heads, self.task.width, self.task.is_causal)
             train(model, name, self.task, self.task.dense_steps, torch.Generator().manual_seed(seed))
             self._models = {(name, seed): model}
         return copy.deepcopy(self._models[name, seed])

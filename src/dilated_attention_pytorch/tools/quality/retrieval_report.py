@@ -30,7 +30,7 @@ def table(lines: list[Line]) -> list[str]:
                 cells = [spread([x["quality"] for x in mine if x["task"] == task]) for task in tasks]
                 work = f"{100 * statistics.mean(x['training_density'] for x in mine):.0f} %"
                 last = f"{mine[0]['parameters']:,} | {work}"
-                text.append(f"| {100 * counted:.1f} % | {row} | {' | '.join(cells)} | {last} |")
+                text.append(f"| {100 * counted:.3g} % | {row} | {' | '.join(cells)} | {last} |")
     return text
 
 

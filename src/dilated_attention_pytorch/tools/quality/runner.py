@@ -249,7 +249,7 @@ def judged(lines: list[Line]) -> list[Line]:
             retained = (row["quality"] - floor) / (best - floor) if learned else None
             speed = speeds.get((suite, task, row["pattern"]), {})
             timed = {each: speed.get(each) for each in ("speedup", "density", "speed_n")}
-            found.append({**row, **timed, "retained": retained, "counts": learned})
+            found.append({**row, **timed, "speed_git": speed.get("git"), "retained": retained, "counts": learned})
     return found
 
 
@@ -288,7 +288,7 @@ def report(
         text += [f"| pattern | {unit} | retained | of dense's work | speed-up{at} | parameters |"]
         text += ["|---|---|---|---|---|---|"]
         for row in rows:
-            kept = "" if row["retained"] is None else f"{100 * row['retained']:.0f} %"
+            kept = "" if row["retained"] is None else f"{100 * row['retained']:.2f} %"
             # A run that was cut short has no speed-ups yet.
             speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
             text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
@@ -298,7 +298,9 @@ def report(
             text += ["", *_by_distance(rows)]
         size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
         seeds = "1 seed, so without an error bar" if first["seeds"] == 1 else f"{first['seeds']} seeds"
-        text += ["", f"{size}, {seeds}, {first.get('device', '')}.", ""]
+        timed = f" and timed at {first['speed_git']}" if first["speed_git"] else ""
+        commits = f", trained at commit {first['git']}{timed}" if first.get("git") else ""
+        text += ["", f"{size}, {seeds}, {first.get('device', '')}{commits}.", ""]
     return "\n".join(wrapped(line) if line and line[0] not in "|!#" else line for line in text)
 
 
