@@ -167,9 +167,25 @@ REPLACED_KEYWORDS = {
 }
 """keyword of the original library -> replacement, in classes that do not take it"""
 
+REPLACED_METHODS = {
+    "get_memory_estimate": "use `dap plan`",
+    "get_memory_info": _MEASURE,
+    "get_optimization_stats": "use get_pattern_stats()",
+    "get_sparsity_loss": "leave it out: base_sparsity, k_min and k_max set the number of blocks",
+}
+"""method of the original library's modules -> replacement"""
+
+
+def _refusing(name: str) -> Callable[..., None]:
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        first = f"{type(self).__name__} has no method {name!r} of the original library"
+        raise AttributeError(f"{first}; {REPLACED_METHODS[name]} (docs/migration.md)")
+
+    return refuse
+
 
 def names_replacements(kind: type[Kind]) -> type[Kind]:
-    """Class decorator: the error for an unknown keyword of the original library has its replacement."""
+    """Class decorator: errors for other keywords and methods of the original library name the replacement."""
     construct: Callable[..., None] = kind.__init__
 
     @wraps(construct)
@@ -184,6 +200,9 @@ def names_replacements(kind: type[Kind]) -> type[Kind]:
             raise TypeError(f"{first}; {REPLACED_KEYWORDS[found[1]]} (docs/migration.md)") from None
 
     kind.__init__ = checked
+    if hasattr(kind, "forward"):
+        for name in REPLACED_METHODS:
+            setattr(kind, name, _refusing(name))
     return kind
 
 
