@@ -52,6 +52,10 @@ memory_efficient_ring_attention HilbertAttention HilbertAttentionCore UnifiedHil
 HierarchicalSparsePatternGenerator PatternVisualizer analyze_pattern_statistics get_flash_attention_support
 select_attention_backend flash_attention_forward get_gpu_info get_optimal_dtype get_flash_attention_version
 is_flash_attention_3_available MemoryEstimator HardwareAnalyzer SequenceAnalyzer ImprovedDilatedAttentionV2
+AttentionBufferManager BufferConfig BufferType create_attention_buffer_manager NUMANode NUMATopologyDetector
+get_numa_aware_pool reset_numa_pool FragmentationStats MemoryBlock BucketConfig MemoryBucket AllocationEvent
+MemorySnapshot get_memory_profiler reset_memory_profiler profile_memory RingCommunicationMixin AsyncRingCommunicator
+BlockSparseRingAttention get_gpu_compute_capability
 """)
 """Names that its tests import from submodules."""
 DOCUMENTED = names("""
@@ -64,6 +68,10 @@ create_hierarchical_attention get_hierarchical_presets DistributedImprovedDilate
 DistributedMultiheadDilatedAttention RingDistributedDilatedAttention BlockSparseAttention BlockSparseMultiheadAttention
 BlockSparseDilatedAttention StandardRingAttention DistributedRingAttention HilbertRingAttention RingBlockSparseAttention
 RingDilatedAttentionCorrect RingDilatedAttentionSDPA create_ring_attention DynamicDilatedAttention
+StandardizedRingConfig create_standardized_ring_attention create_ring_config get_preset_config
+HeadParallelDilatedAttention HeadParallelDilatedAttentionOptimized RingDilatedAttentionHybridOptimizedV2
+BlockSparseRingDilatedAttentionFixed create_distributed_model DeepSpeedDilatedAttentionEngine get_recommended_config
+standardize_attention_output
 """)
 NAMES = [*EXPORTED, *EXPORTED_LATER, *DOCUMENTED, *TESTED]
 MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
@@ -94,6 +102,7 @@ def test_replaced_names_are_those_of_the_original():
         "from dilated_attention_pytorch.long_net import LongNet",
         "from dilated_attention_pytorch.core.factory import create_dilated_attention",
         "from dilated_attention_pytorch import core",
+        "from dilated_attention_pytorch.head_parallel_dilated_attention import HeadParallelDilatedAttention",
         "import dilated_attention_pytorch.models.long_net",
         "from dilated_attention_pytorch.kernels.hilbert_attention_core import HilbertAttentionCore",
     ],

@@ -32,15 +32,17 @@ _HILBERT = f"{_RING} with layout='zigzag' over ranks, DilatedAttention on one de
 
 _BY_REPLACEMENT = {
     "`dap doctor`, which lists the backends of a machine": """
-        flash_attention_forward get_flash_attention_support get_flash_attention_version get_gpu_info
-        get_optimal_dtype GPU_TYPE HAS_APEX HAS_DEEPSPEED HAS_FAIRSCALE HAS_FLASH_ATTN HAS_FLASH_ATTN_3
+        flash_attention_forward get_flash_attention_support get_flash_attention_version get_gpu_compute_capability
+        get_gpu_info get_optimal_dtype GPU_TYPE HAS_APEX HAS_DEEPSPEED HAS_FAIRSCALE HAS_FLASH_ATTN HAS_FLASH_ATTN_3
         HAS_FLASH_RING HAS_SDPA HAS_SDPA_KERNEL HAS_XFORMERS is_flash_attention_3_available
         select_attention_backend
     """,
     _POOL: """
-        AdaptiveMemoryPool BucketedMemoryPool EnhancedMemoryPool FragmentAwareMemoryPool
-        get_enhanced_memory_pool get_global_memory_pool MemoryPool MemoryPoolConfig NUMAAwareMemoryPool
-        reset_global_memory_pool SimplifiedMemoryPool UnifiedMemoryPool
+        AdaptiveMemoryPool AttentionBufferManager BucketConfig BucketedMemoryPool BufferConfig BufferType
+        create_attention_buffer_manager EnhancedMemoryPool FragmentationStats FragmentAwareMemoryPool
+        get_enhanced_memory_pool get_global_memory_pool get_numa_aware_pool MemoryBlock MemoryBucket MemoryPool
+        MemoryPoolConfig NUMAAwareMemoryPool NUMANode NUMATopologyDetector reset_global_memory_pool reset_numa_pool
+        SimplifiedMemoryPool UnifiedMemoryPool
     """,
     _HILBERT: """
         create_hilbert_mapping HilbertAttention HilbertAttentionCore HilbertRingAttention
@@ -48,10 +50,12 @@ _BY_REPLACEMENT = {
         RingDilatedAttentionHilbertOptimizedFixed RingDilatedAttentionHilbertProper UnifiedHilbertAttention
     """,
     _RING: """
-        create_ring_attention DistributedRingAttention memory_efficient_ring_attention RingAttentionConfig
-        RingAttentionFunction RingAttentionWrapper RingDilatedAttentionFixedSimple
-        RingDilatedAttentionHybrid RingDilatedAttentionMemoryEfficient RingDilatedAttentionV3
-        StandardRingAttention
+        AsyncRingCommunicator create_ring_attention create_ring_config create_standardized_ring_attention
+        DistributedRingAttention get_preset_config HeadParallelDilatedAttention HeadParallelDilatedAttentionOptimized
+        memory_efficient_ring_attention RingAttentionConfig RingAttentionFunction RingAttentionWrapper
+        RingCommunicationMixin RingDilatedAttentionFixedSimple RingDilatedAttentionHybrid
+        RingDilatedAttentionHybridOptimizedV2 RingDilatedAttentionMemoryEfficient RingDilatedAttentionV3
+        StandardizedRingConfig StandardRingAttention
     """,
     "DilatedAttention, which takes any length; `dap tune` measures segments": """
         create_dynamic_dilated_attention DynamicDilatedAttention DynamicSegmentSelector HardwareAnalyzer
@@ -77,7 +81,10 @@ _BY_REPLACEMENT = {
     """,
     "dap.plan_cache.clear()": "clear_global_cache clear_optimized_cache",
     "position='rotary' of a multihead module": "apply_rotary_embeddings compute_rotary_embeddings",
-    "`dap plan`, or torch.cuda.memory_stats": "MemoryProfiler MemoryVisualizer",
+    "`dap plan`, or torch.cuda.memory_stats": """
+        AllocationEvent get_memory_profiler MemoryProfiler MemorySnapshot MemoryVisualizer profile_memory
+        reset_memory_profiler
+    """,
     "register_pattern: a new pattern works in every class": "register_attention register_multihead_attention",
     "Tensor.unflatten and Tensor.flatten": "merge_attention_heads split_attention_heads",
     "merge, and context_parallel_attention": "all_ring_pass StableRingAccumulator",
@@ -99,7 +106,13 @@ _BY_REPLACEMENT = {
     "make_plan(pattern, n, heads).density, `dap show` and `dap quality`": "PatternQualityAnalyzer",
     "make_plan(pattern, n, heads).picture(), or `dap show`": "PatternVisualizer",
     "BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, sparsity_ratio=...); "
-    "sparsity_ratio is the fraction kept": "RingBlockSparseAttention",
+    "sparsity_ratio is the fraction kept": """
+        BlockSparseRingAttention BlockSparseRingDilatedAttentionFixed RingBlockSparseAttention
+    """,
+    "FSDP2 or DDP of torch (docs/trainers.md)": """
+        create_distributed_model DeepSpeedDilatedAttentionEngine get_recommended_config
+    """,
+    "the multihead modules, which always return a pair": "standardize_attention_output",
     "SparsePatternConfig": "SparseAttentionConfig",
     "make_plan(pattern, n, heads).to_dense(), or Pattern.allows for single pairs": "SparsePatternGenerator",
     "shard_sequence": "split_by_rank",
@@ -111,7 +124,7 @@ REPLACED = {name: replacement for replacement, names in _BY_REPLACEMENT.items() 
 
 OLDER_MODULES = re.compile(
     r"attention_utils|base|core|dilated_attention|long_net|memory_pool|models\.(long_net|transformer)|ring|sparse|"
-    r"transformer|utils|(block_sparse|distributed|dynamic|improved|multihead|ring|sparse_pattern)_\w+|"
+    r"transformer|utils|(block_sparse|distributed|dynamic|head_parallel|improved|multihead|ring|sparse_pattern)_\w+|"
     r"(kernels\.)?hilbert_\w+"
 )
 """Names of the original library's modules"""
