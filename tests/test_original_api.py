@@ -70,8 +70,6 @@ BlockSparseDilatedAttention StandardRingAttention DistributedRingAttention Hilbe
 RingDilatedAttentionCorrect RingDilatedAttentionSDPA create_ring_attention DynamicDilatedAttention
 StandardizedRingConfig create_standardized_ring_attention create_ring_config get_preset_config
 HeadParallelDilatedAttention HeadParallelDilatedAttentionOptimized RingDilatedAttentionHybridOptimizedV2
-BlockSparseRingDilatedAttentionFixed create_distributed_model DeepSpeedDilatedAttentionEngine get_recommended_config
-standardize_attention_output
 """)
 NAMES = [*EXPORTED, *EXPORTED_LATER, *DOCUMENTED, *TESTED]
 MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()

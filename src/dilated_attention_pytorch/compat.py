@@ -34,8 +34,7 @@ _BY_REPLACEMENT = {
     "`dap doctor`, which lists the backends of a machine": """
         flash_attention_forward get_flash_attention_support get_flash_attention_version get_gpu_compute_capability
         get_gpu_info get_optimal_dtype GPU_TYPE HAS_APEX HAS_DEEPSPEED HAS_FAIRSCALE HAS_FLASH_ATTN HAS_FLASH_ATTN_3
-        HAS_FLASH_RING HAS_SDPA HAS_SDPA_KERNEL HAS_XFORMERS is_flash_attention_3_available
-        select_attention_backend
+        HAS_FLASH_RING HAS_SDPA HAS_SDPA_KERNEL HAS_XFORMERS is_flash_attention_3_available select_attention_backend
     """,
     _POOL: """
         AdaptiveMemoryPool AttentionBufferManager BucketConfig BucketedMemoryPool BufferConfig BufferType
@@ -62,12 +61,12 @@ _BY_REPLACEMENT = {
         MemoryEstimator SegmentSelectionConfig SequenceAnalyzer
     """,
     "dap.plan_cache, which caches the plans of every call": """
-        DilatedPatternCache get_global_pattern_cache get_optimized_pattern_cache OptimizedPatternCache
-        PatternCache PersistentPatternCache
+        DilatedPatternCache get_global_pattern_cache get_optimized_pattern_cache OptimizedPatternCache PatternCache
+        PersistentPatternCache
     """,
     "attention(query, key, value, pattern), with bias=distance_bias(...) or position= of a module": """
-        apply_dilated_attention_pattern compute_alibi_bias compute_attention_scores
-        optimize_attention_computation standard_attention
+        apply_dilated_attention_pattern compute_alibi_bias compute_attention_scores optimize_attention_computation
+        standard_attention
     """,
     "RingMultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, process_group=group)": """
         EnterpriseDistributedDilatedAttention RingDilatedAttentionCorrect RingDilatedAttentionSDPA
@@ -106,13 +105,7 @@ _BY_REPLACEMENT = {
     "make_plan(pattern, n, heads).density, `dap show` and `dap quality`": "PatternQualityAnalyzer",
     "make_plan(pattern, n, heads).picture(), or `dap show`": "PatternVisualizer",
     "BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, sparsity_ratio=...); "
-    "sparsity_ratio is the fraction kept": """
-        BlockSparseRingAttention BlockSparseRingDilatedAttentionFixed RingBlockSparseAttention
-    """,
-    "FSDP2 or DDP of torch (docs/trainers.md)": """
-        create_distributed_model DeepSpeedDilatedAttentionEngine get_recommended_config
-    """,
-    "the multihead modules, which always return a pair": "standardize_attention_output",
+    "sparsity_ratio is the fraction kept": "BlockSparseRingAttention RingBlockSparseAttention",
     "SparsePatternConfig": "SparseAttentionConfig",
     "make_plan(pattern, n, heads).to_dense(), or Pattern.allows for single pairs": "SparsePatternGenerator",
     "shard_sequence": "split_by_rank",

@@ -195,7 +195,9 @@ def test_finite_padding_mask_keeps_the_pattern():
 
 def test_finite_padding_mask_that_is_long_or_with_a_cache_raises():
     module = MultiheadSparseAttention(8, 1, "window:1 & causal")
-    with pytest.raises(ValueError, match=r"adds finite values must have n <= 4096, got 4097\nPass 0, and -inf"):
+    with pytest.raises(
+        ValueError, match=r"other values must have shape \(1, 4096\), got \(1, 4097\)\nPass 0, and -inf"
+    ):
         module(torch.randn(1, 4097, 8), key_padding_mask=torch.ones(1, 4097))
     with pytest.raises(ValueError, match="must come with whole sequences"):
         module.eval()(torch.randn(1, 5, 8), key_padding_mask=torch.ones(1, 5), cache=module.cache(), is_causal=True)

@@ -54,7 +54,6 @@ class LongNetConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     activation: str = "gelu"
-    """Name of a function; those of `torch.nn.functional` may be given themselves."""
     layer_norm_eps: float = 1e-5
     norm_first: bool = True
     sub_norm: bool = True
@@ -85,9 +84,9 @@ class LongNetConfig:
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates", "patterns"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if callable(self.activation):
-            name = next((name for name in ACTIVATIONS if getattr(F, name) is self.activation), self.activation)
-            object.__setattr__(self, "activation", name)
+        for name in ACTIVATIONS:
+            if self.activation is getattr(F, name):
+                object.__setattr__(self, "activation", name)
         if isinstance(self.adaptive, Mapping):
             object.__setattr__(self, "adaptive", AdaptiveConfig(**self.adaptive))
         if self.adaptive is not None and self.patterns:

@@ -34,8 +34,7 @@ SEGMENTS = (2048, 4096, 8192)
 EMBED_DIM, NUM_HEADS = 768, 12
 VARIANTS = ("auto", "base", "multihead", "adaptive", "distributed", "hierarchical")
 KINDS = ("auto", "dilated", "ring", "block_sparse", "dense")
-OLDER_KINDS = {"standard": "dilated", "improved": "dilated", "block_sparse_ring": "block_sparse"}
-OLDER_KINDS |= {"distributed": "ring", "improved_distributed": "ring"}
+OLDER_KINDS = {"standard": "dilated", "improved": "dilated", "distributed": "ring", "block_sparse_ring": "block_sparse"}
 """Kinds of the original library -> present kinds."""
 
 

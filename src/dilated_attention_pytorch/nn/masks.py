@@ -40,19 +40,14 @@ def padding_mask(mask: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Te
     While `torch.compile` traces or a CUDA graph is captured, values are unknown and `ignored` checks them.
     """
     check_dtype("key_padding_mask", mask)
-    unknown = torch.compiler.is_compiling() or mask.is_meta
-    unknown = unknown or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    unknown = torch.compiler.is_compiling() or mask.is_meta or is_captured
     if mask.dtype == torch.bool or unknown or ((mask <= AS_GOOD_AS_INF) | (mask == 0)).all():
         return ignored("key_padding_mask", mask), None
-    if tuple(mask.shape) != (batch, keys):
-        raise must(f"key_padding_mask must have shape ({batch}, {keys})", tuple(mask.shape))
-    _check_length("a key_padding_mask that adds finite values", keys, "Pass 0, and -inf where a key is ignored.")
+    if tuple(mask.shape) != (batch, keys) or keys > LONGEST_DENSE_MASK:
+        what = f"a float key_padding_mask with other values must have shape ({batch}, {min(keys, LONGEST_DENSE_MASK)})"
+        raise must(what, tuple(mask.shape), "Pass 0, and -inf where a key is ignored, for any length.")
     return None, mask[:, None, None]
-
-
-def _check_length(what: str, longest: int, do: str) -> None:
-    if longest > LONGEST_DENSE_MASK:
-        raise must(f"{what} must have n <= {LONGEST_DENSE_MASK}", longest, do)
 
 
 def check_dtype(what: str, mask: Tensor) -> None:
@@ -79,8 +74,12 @@ def check_causal(tensor: Tensor, attn_mask: Tensor) -> Tensor:
 def check_mask(attn_mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
     """Check length, dtype and shape of an attention mask."""
     check_dtype("attn_mask", attn_mask)
-    advice = 'Write it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.'
-    _check_length("a dense attn_mask", max(queries, keys), advice)
+    if max(queries, keys) > LONGEST_DENSE_MASK:
+        raise must(
+            f"a dense attn_mask must have n <= {LONGEST_DENSE_MASK}",
+            max(queries, keys),
+            'Write it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.',
+        )
     wanted = (queries, keys), (batch * heads, queries, keys)
     if tuple(attn_mask.shape) not in wanted:
         raise must(f"attn_mask must have shape {wanted[0]} or {wanted[1]}", tuple(attn_mask.shape))

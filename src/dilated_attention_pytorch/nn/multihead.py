@@ -168,8 +168,7 @@ class MultiheadSparseAttention(Projections, Planned):
             query: (B, N, E), (N, B, E) when not `batch_first`, or (N, E).
             key: the query by default; `value` is the key by default.
             key_padding_mask: (B, M): bool, True where a key is ignored, or float: -inf or at most -1e4 there, else 0.
-                Other values are added to the scores and make attention dense, up to 4096 tokens; compiled code
-                refuses them.
+                Other values, except in compiled code, are added to the scores; see `attn_mask`.
             need_weights: also return the weights, without dropout, up to 8192 tokens; off by default, since they are
                 N x M.
             attn_mask: (N, M) or (B * H, N, M), up to 4096 tokens: bool, True where a pair is ignored, or float, added
