@@ -41,9 +41,11 @@ def padding_mask(mask: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Te
     """
     check_dtype("key_padding_mask", mask)
     is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    unknown = torch.compiler.is_compiling() or mask.is_meta or is_captured
-    if mask.dtype == torch.bool or unknown or ((mask <= AS_GOOD_AS_INF) | (mask == 0)).all():
+    if mask.dtype == torch.bool or mask.is_meta or is_captured or torch.compiler.is_compiling():
         return ignored("key_padding_mask", mask), None
+    hidden = mask <= AS_GOOD_AS_INF
+    if (hidden | (mask == 0)).all():
+        return hidden, None
     if tuple(mask.shape) != (batch, keys) or keys > LONGEST_DENSE_MASK:
         what = f"a float key_padding_mask with other values must have shape ({batch}, {min(keys, LONGEST_DENSE_MASK)})"
         raise must(what, tuple(mask.shape), "Pass 0, and -inf where a key is ignored, for any length.")
