@@ -76,7 +76,9 @@ def main() -> int:
     torch.set_num_threads(1)
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        both = libraries(Path(folder))
+        both, level = libraries(Path(folder)), toolchain.level_here()
+        # The name has a digest of the C++ sources.
+        name = toolchain.wheel_name(platform.machine(), level)
         for pattern, d, dtype in CASES:
             inputs = [torch.randn(1, options.heads, options.tokens, d, dtype=dtype) for _ in range(3)]
             inputs = [x.requires_grad_() for x in inputs]
@@ -89,7 +91,7 @@ def main() -> int:
             for index, direction in enumerate(("forward", "backward")):
                 ratio = statistics.median(r["prebuilt"][index] / r["local"][index] for r in rounds)
                 case = {"case": pattern, "n": options.tokens, "heads": options.heads, "d": d, "direction": direction}
-                case |= {"dtype": str(dtype).removeprefix("torch."), "level": toolchain.level_here()}
+                case |= {"dtype": str(dtype).removeprefix("torch."), "level": level, "library": name}
                 times = {
                     f"{kind}_ms": round(1e3 * statistics.median(r[kind][index] for r in rounds), 2) for kind in both
                 }

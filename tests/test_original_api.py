@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import compat
@@ -51,6 +52,10 @@ memory_efficient_ring_attention HilbertAttention HilbertAttentionCore UnifiedHil
 HierarchicalSparsePatternGenerator PatternVisualizer analyze_pattern_statistics get_flash_attention_support
 select_attention_backend flash_attention_forward get_gpu_info get_optimal_dtype get_flash_attention_version
 is_flash_attention_3_available MemoryEstimator HardwareAnalyzer SequenceAnalyzer ImprovedDilatedAttentionV2
+AttentionBufferManager BufferConfig BufferType create_attention_buffer_manager NUMANode NUMATopologyDetector
+get_numa_aware_pool reset_numa_pool FragmentationStats MemoryBlock BucketConfig MemoryBucket AllocationEvent
+MemorySnapshot get_memory_profiler reset_memory_profiler profile_memory RingCommunicationMixin AsyncRingCommunicator
+BlockSparseRingAttention get_gpu_compute_capability
 """)
 """Names that its tests import from submodules."""
 DOCUMENTED = names("""
@@ -63,6 +68,8 @@ create_hierarchical_attention get_hierarchical_presets DistributedImprovedDilate
 DistributedMultiheadDilatedAttention RingDistributedDilatedAttention BlockSparseAttention BlockSparseMultiheadAttention
 BlockSparseDilatedAttention StandardRingAttention DistributedRingAttention HilbertRingAttention RingBlockSparseAttention
 RingDilatedAttentionCorrect RingDilatedAttentionSDPA create_ring_attention DynamicDilatedAttention
+StandardizedRingConfig create_standardized_ring_attention create_ring_config get_preset_config
+HeadParallelDilatedAttention HeadParallelDilatedAttentionOptimized RingDilatedAttentionHybridOptimizedV2
 """)
 NAMES = [*EXPORTED, *EXPORTED_LATER, *DOCUMENTED, *TESTED]
 MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
@@ -93,6 +100,7 @@ def test_replaced_names_are_those_of_the_original():
         "from dilated_attention_pytorch.long_net import LongNet",
         "from dilated_attention_pytorch.core.factory import create_dilated_attention",
         "from dilated_attention_pytorch import core",
+        "from dilated_attention_pytorch.head_parallel_dilated_attention import HeadParallelDilatedAttention",
         "import dilated_attention_pytorch.models.long_net",
         "from dilated_attention_pytorch.kernels.hilbert_attention_core import HilbertAttentionCore",
     ],
@@ -130,7 +138,9 @@ def test_replacements_exist():
     assert words and not [word for word in words if not hasattr(dap, word)]
 
 
-@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "ring", "block_sparse", "block_sparse_ring"])
+@pytest.mark.parametrize(
+    "kind", ["auto", "standard", "improved", "ring", "distributed", "block_sparse", "block_sparse_ring"]
+)
 def test_factories_take_attention_type_and_its_kinds(kind):
     branches = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}
     core = dap.create_dilated_attention(attention_type=kind, **branches)
@@ -149,6 +159,59 @@ def test_block_sparse_modules_return_attention_weights():
     output, weights = attention(q, k, v, is_causal=True, return_attention_weights=True)
     assert torch.allclose((weights @ v.transpose(1, 2)).transpose(1, 2), output, atol=1e-5)
     assert torch.equal(output, attention(q, k, v, is_causal=True, return_attention_weights=False))
+
+
+def test_weights_have_the_name_of_the_module_s_kind():
+    x, rows = torch.randn(1, 20, 32), torch.randn(3, 1, 20, 4, 8).unbind()
+    distributed = dap.BlockSparseRingDistributedDilatedAttention(32, 4, [64], [1])
+    with pytest.raises(
+        TypeError, match="'return_attention_weights'; the argument of a multihead module is need_weights"
+    ):
+        distributed(x, x, x, return_attention_weights=True)
+    assert distributed(x, x, x, need_weights=True)[1].shape == (1, 20, 20)
+    with pytest.raises(
+        TypeError, match=r"'need_weights'; the argument of a module without proj.* is return_attention_w"
+    ):
+        dap.DilatedAttention([64], [1])(*rows, need_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("BlockSparseAdaptive", "get_sparsity_loss"),
+        ("BlockSparseRingDilatedAttention", "get_optimization_stats"),
+        ("RingDilatedAttention", "get_memory_estimate"),
+        ("RingDilatedAttention", "get_memory_info"),
+    ],
+)
+def test_original_methods_name_a_replacement(name, method):
+    module = getattr(dap, name)(**LADDER, **({"num_heads": 4, "head_dim": 8} if "Adaptive" in name else {}))
+    with pytest.raises(AttributeError, match=rf"{name} has no method '{method}' .*; .* \(docs/migration.md\)$"):
+        getattr(module, method)()
+    assert f"`{method}()`" in MIGRATION, "no row in docs/migration.md"
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.gelu, F.silu])
+def test_longnet_takes_an_activation_as_the_original_does(activation):
+    sizes = {"d_model": 32, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 64}
+    models = [dap.LongNet(**sizes, **LADDER, activation=act) for act in (activation, activation.__name__)]
+    assert models[0].config == models[1].config and models[0].config.activation == activation.__name__
+    with pytest.raises(ValueError, match="activation must be one of relu, gelu, silu, got <"):
+        dap.LongNet(**sizes, **LADDER, activation=torch.tanh)
+
+
+@pytest.mark.untyped
+def test_causality_by_position_names_the_keyword():
+    """The original modules took it second or third, where torch's modules have masks."""
+    sizes = {"d_model": 32, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 64}
+    model = dap.LongNetLM(num_tokens=40, **sizes, **LADDER)
+    x, tokens = torch.randn(1, 20, 32), torch.randint(40, (1, 20))
+    encoder = dap.DilatedTransformerEncoderLayer(32, 4, **LADDER)
+    decoder = dap.DilatedTransformerDecoderLayer(32, 4, **LADDER)
+    calls = [lambda: model(tokens, False), lambda: model.long_net(x, True), lambda: encoder(x, True)]
+    for call in [*calls, lambda: decoder(x, x, True, True), lambda: encoder.self_attn(x, x, x, True)]:
+        with pytest.raises(TypeError, match=r"must be a Tensor.*, got bool\nPass is_causal= by its name"):
+            call()
 
 
 def test_longnet_of_two_stacks_takes_one_input():

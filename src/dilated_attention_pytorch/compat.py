@@ -32,15 +32,16 @@ _HILBERT = f"{_RING} with layout='zigzag' over ranks, DilatedAttention on one de
 
 _BY_REPLACEMENT = {
     "`dap doctor`, which lists the backends of a machine": """
-        flash_attention_forward get_flash_attention_support get_flash_attention_version get_gpu_info
-        get_optimal_dtype GPU_TYPE HAS_APEX HAS_DEEPSPEED HAS_FAIRSCALE HAS_FLASH_ATTN HAS_FLASH_ATTN_3
-        HAS_FLASH_RING HAS_SDPA HAS_SDPA_KERNEL HAS_XFORMERS is_flash_attention_3_available
-        select_attention_backend
+        flash_attention_forward get_flash_attention_support get_flash_attention_version get_gpu_compute_capability
+        get_gpu_info get_optimal_dtype GPU_TYPE HAS_APEX HAS_DEEPSPEED HAS_FAIRSCALE HAS_FLASH_ATTN HAS_FLASH_ATTN_3
+        HAS_FLASH_RING HAS_SDPA HAS_SDPA_KERNEL HAS_XFORMERS is_flash_attention_3_available select_attention_backend
     """,
     _POOL: """
-        AdaptiveMemoryPool BucketedMemoryPool EnhancedMemoryPool FragmentAwareMemoryPool
-        get_enhanced_memory_pool get_global_memory_pool MemoryPool MemoryPoolConfig NUMAAwareMemoryPool
-        reset_global_memory_pool SimplifiedMemoryPool UnifiedMemoryPool
+        AdaptiveMemoryPool AttentionBufferManager BucketConfig BucketedMemoryPool BufferConfig BufferType
+        create_attention_buffer_manager EnhancedMemoryPool FragmentationStats FragmentAwareMemoryPool
+        get_enhanced_memory_pool get_global_memory_pool get_numa_aware_pool MemoryBlock MemoryBucket MemoryPool
+        MemoryPoolConfig NUMAAwareMemoryPool NUMANode NUMATopologyDetector reset_global_memory_pool reset_numa_pool
+        SimplifiedMemoryPool UnifiedMemoryPool
     """,
     _HILBERT: """
         create_hilbert_mapping HilbertAttention HilbertAttentionCore HilbertRingAttention
@@ -48,22 +49,24 @@ _BY_REPLACEMENT = {
         RingDilatedAttentionHilbertOptimizedFixed RingDilatedAttentionHilbertProper UnifiedHilbertAttention
     """,
     _RING: """
-        create_ring_attention DistributedRingAttention memory_efficient_ring_attention RingAttentionConfig
-        RingAttentionFunction RingAttentionWrapper RingDilatedAttentionFixedSimple
-        RingDilatedAttentionHybrid RingDilatedAttentionMemoryEfficient RingDilatedAttentionV3
-        StandardRingAttention
+        AsyncRingCommunicator create_ring_attention create_ring_config create_standardized_ring_attention
+        DistributedRingAttention get_preset_config HeadParallelDilatedAttention HeadParallelDilatedAttentionOptimized
+        memory_efficient_ring_attention RingAttentionConfig RingAttentionFunction RingAttentionWrapper
+        RingCommunicationMixin RingDilatedAttentionFixedSimple RingDilatedAttentionHybrid
+        RingDilatedAttentionHybridOptimizedV2 RingDilatedAttentionMemoryEfficient RingDilatedAttentionV3
+        StandardizedRingConfig StandardRingAttention
     """,
     "DilatedAttention, which takes any length; `dap tune` measures segments": """
         create_dynamic_dilated_attention DynamicDilatedAttention DynamicSegmentSelector HardwareAnalyzer
         MemoryEstimator SegmentSelectionConfig SequenceAnalyzer
     """,
     "dap.plan_cache, which caches the plans of every call": """
-        DilatedPatternCache get_global_pattern_cache get_optimized_pattern_cache OptimizedPatternCache
-        PatternCache PersistentPatternCache
+        DilatedPatternCache get_global_pattern_cache get_optimized_pattern_cache OptimizedPatternCache PatternCache
+        PersistentPatternCache
     """,
     "attention(query, key, value, pattern), with bias=distance_bias(...) or position= of a module": """
-        apply_dilated_attention_pattern compute_alibi_bias compute_attention_scores
-        optimize_attention_computation standard_attention
+        apply_dilated_attention_pattern compute_alibi_bias compute_attention_scores optimize_attention_computation
+        standard_attention
     """,
     "RingMultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, process_group=group)": """
         EnterpriseDistributedDilatedAttention RingDilatedAttentionCorrect RingDilatedAttentionSDPA
@@ -77,7 +80,10 @@ _BY_REPLACEMENT = {
     """,
     "dap.plan_cache.clear()": "clear_global_cache clear_optimized_cache",
     "position='rotary' of a multihead module": "apply_rotary_embeddings compute_rotary_embeddings",
-    "`dap plan`, or torch.cuda.memory_stats": "MemoryProfiler MemoryVisualizer",
+    "`dap plan`, or torch.cuda.memory_stats": """
+        AllocationEvent get_memory_profiler MemoryProfiler MemorySnapshot MemoryVisualizer profile_memory
+        reset_memory_profiler
+    """,
     "register_pattern: a new pattern works in every class": "register_attention register_multihead_attention",
     "Tensor.unflatten and Tensor.flatten": "merge_attention_heads split_attention_heads",
     "merge, and context_parallel_attention": "all_ring_pass StableRingAccumulator",
@@ -99,7 +105,7 @@ _BY_REPLACEMENT = {
     "make_plan(pattern, n, heads).density, `dap show` and `dap quality`": "PatternQualityAnalyzer",
     "make_plan(pattern, n, heads).picture(), or `dap show`": "PatternVisualizer",
     "BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, sparsity_ratio=...); "
-    "sparsity_ratio is the fraction kept": "RingBlockSparseAttention",
+    "sparsity_ratio is the fraction kept": "BlockSparseRingAttention RingBlockSparseAttention",
     "SparsePatternConfig": "SparseAttentionConfig",
     "make_plan(pattern, n, heads).to_dense(), or Pattern.allows for single pairs": "SparsePatternGenerator",
     "shard_sequence": "split_by_rank",
@@ -111,7 +117,7 @@ REPLACED = {name: replacement for replacement, names in _BY_REPLACEMENT.items() 
 
 OLDER_MODULES = re.compile(
     r"attention_utils|base|core|dilated_attention|long_net|memory_pool|models\.(long_net|transformer)|ring|sparse|"
-    r"transformer|utils|(block_sparse|distributed|dynamic|improved|multihead|ring|sparse_pattern)_\w+|"
+    r"transformer|utils|(block_sparse|distributed|dynamic|head_parallel|improved|multihead|ring|sparse_pattern)_\w+|"
     r"(kernels\.)?hilbert_\w+"
 )
 """Names of the original library's modules"""
@@ -167,9 +173,25 @@ REPLACED_KEYWORDS = {
 }
 """keyword of the original library -> replacement, in classes that do not take it"""
 
+REPLACED_METHODS = {
+    "get_memory_estimate": "use `dap plan`",
+    "get_memory_info": _MEASURE,
+    "get_optimization_stats": "use get_pattern_stats()",
+    "get_sparsity_loss": "leave it out: base_sparsity, k_min and k_max set the number of blocks",
+}
+"""method of the original library's modules -> replacement"""
+
+
+def _refusing(name: str) -> Callable[..., None]:
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        first = f"{type(self).__name__} has no method {name!r} of the original library"
+        raise AttributeError(f"{first}; {REPLACED_METHODS[name]} (docs/migration.md)")
+
+    return refuse
+
 
 def names_replacements(kind: type[Kind]) -> type[Kind]:
-    """Class decorator: the error for an unknown keyword of the original library has its replacement."""
+    """Class decorator: errors for other keywords and methods of the original library name the replacement."""
     construct: Callable[..., None] = kind.__init__
 
     @wraps(construct)
@@ -184,6 +206,9 @@ def names_replacements(kind: type[Kind]) -> type[Kind]:
             raise TypeError(f"{first}; {REPLACED_KEYWORDS[found[1]]} (docs/migration.md)") from None
 
     kind.__init__ = checked
+    if hasattr(kind, "forward"):
+        for name in REPLACED_METHODS:
+            setattr(kind, name, _refusing(name))
     return kind
 
 

@@ -145,7 +145,9 @@ def test_a_dense_mask_is_that_of_torch(mask, shape):
         ({"attn_mask": torch.zeros(20, 19)}, "must have shape"),
         ({"attn_mask": torch.rand(20, 20) < 0.5, "is_causal": True}, "must be the causal mask"),
         ({"attn_mask": torch.zeros(20, 20, dtype=torch.int64)}, "bool"),
-        ({"key_padding_mask": torch.full((2, 20), 0.5)}, "must hold 0, and -inf"),
+        ({"attn_mask": True}, "attn_mask must be a Tensor, got bool"),
+        ({"key_padding_mask": True}, "key_padding_mask must be a Tensor, got bool"),
+        ({"key_padding_mask": torch.full((1, 20), 0.5)}, r"must have shape \(2, 20\)"),
         ({"key_padding_mask": torch.zeros(2, 19, dtype=torch.bool)}, "must have shape"),
         ({"unknown": 1}, "unexpected keyword"),
     ],
@@ -161,6 +163,44 @@ def test_a_long_dense_mask_raises_and_names_what_to_use():
     module = MultiheadSparseAttention(8, 1, "window:1")
     with pytest.raises(ValueError, match="Write it as a pattern"):
         module(torch.randn(1, 4097, 8), attn_mask=torch.zeros(4097, 4097, dtype=torch.bool))
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning")
+@pytest.mark.parametrize("mask", [None, "bool", "float", "sample"])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_finite_padding_mask_is_added_as_in_torch(mask, need_weights, extra):
+    mha = nn.MultiheadAttention(16, 2, batch_first=True, add_bias_kv=extra, **DOUBLE)
+    module = MultiheadSparseAttention.from_torch(mha, "full")
+    x, keys = torch.randn(3, 7, 16, **DOUBLE), torch.randn(3, 20, 16, **DOUBLE)
+    padding = torch.randn(3, 20, **DOUBLE)
+    padding[0, 5:], padding[1, :3] = -torch.inf, -1e9
+    masks = {"bool": torch.rand(7, 20) < 0.3, "float": torch.randn(7, 20, **DOUBLE)}
+    masks["sample"] = torch.randn(6, 7, 20, **DOUBLE)
+    given = {"key_padding_mask": padding.requires_grad_(), "attn_mask": masks.get(mask), "need_weights": need_weights}
+    found, wanted = module(x, keys, keys, **given), mha(x, keys, keys, **given)
+    assert error(found[0], wanted[0]) < 1e-10
+    assert found[1] is wanted[1] is None or error(found[1], wanted[1]) < 1e-10
+    grads = [torch.autograd.grad(output.square().sum(), padding)[0] for output, _ in (found, wanted)]
+    assert error(*grads) < 1e-10
+
+
+def test_finite_padding_mask_keeps_the_pattern():
+    module = MultiheadSparseAttention(16, 2, "window:3", **DOUBLE)
+    x, padding = torch.randn(2, 20, 16, **DOUBLE), torch.randn(2, 20, **DOUBLE)
+    bias = padding[:, None, None].expand(2, 2, 20, 20).flatten(0, 1)
+    wanted = module(x, attn_mask=bias.masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf))[0]
+    assert error(module(x, key_padding_mask=padding, is_causal=True)[0], wanted) < 1e-12
+
+
+def test_finite_padding_mask_that_is_long_or_with_a_cache_raises():
+    module = MultiheadSparseAttention(8, 1, "window:1 & causal")
+    with pytest.raises(
+        ValueError, match=r"other values must have shape \(1, 4096\), got \(1, 4097\)\nPass 0, and -inf"
+    ):
+        module(torch.randn(1, 4097, 8), key_padding_mask=torch.ones(1, 4097))
+    with pytest.raises(ValueError, match="must come with whole sequences"):
+        module.eval()(torch.randn(1, 5, 8), key_padding_mask=torch.ones(1, 5), cache=module.cache(), is_causal=True)
 
 
 def test_cross_attention_of_two_lengths():
@@ -632,7 +672,7 @@ def test_learned_sink_refuses_dense_weights():
     layer, x = with_drawn_sink(), torch.randn(1, 8, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match="need_weights=True must come without a sink"):
         layer(x, need_weights=True)
-    with pytest.raises(ValueError, match="attn_mask must come without a sink"):
+    with pytest.raises(ValueError, match="a mask added to the scores must come without a sink"):
         layer(x, attn_mask=torch.zeros(8, 8, dtype=torch.float64).masked_fill(torch.rand(8, 8) < 0.5, 0.5))
     with pytest.raises(ValueError, match="learned attention must come without a sink"):
         dap.MultiheadBlockSparseAdaptive(32, 4, [64], [1], block_size=16, sink=True)

@@ -454,8 +454,8 @@ def load_torchscale(
         nhead: heads, which sizes do not tell, as `segment_lengths` and `dilation_rates`.
         ignore: see `load_checkpoint`.
         device: where it runs, as `dtype` in what.
-        settings: other fields of `LongNetConfig`. Embeddings are taken as they are, torchscale's default; a model of
-            its fairseq recipe, known by the buffer of fairseq's sinusoids, has them scaled and sinusoids added.
+        settings: other fields of `LongNetConfig`, such as `activation`, "gelu" by default. Embeddings are taken as they
+            are; models of its fairseq recipe, known by the buffer of fairseq's sinusoids, scale them and add sinusoids.
     """
     state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
     both = any(name.startswith("encoder.layers.") for name in state)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+from torch.nn import functional as F
+
 from ..errors import must, must_be
 from ..nn import AdaptiveConfig, Alibi, Position, Rotary, SparseAttention, Xpos
 from ..patterns import Dilated, Full, Pattern, parse
@@ -82,6 +84,9 @@ class LongNetConfig:
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates", "patterns"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ACTIVATIONS:
+            if self.activation is getattr(F, name):
+                object.__setattr__(self, "activation", name)
         if isinstance(self.adaptive, Mapping):
             object.__setattr__(self, "adaptive", AdaptiveConfig(**self.adaptive))
         if self.adaptive is not None and self.patterns:

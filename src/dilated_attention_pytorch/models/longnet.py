@@ -168,6 +168,8 @@ class LongNet(nn.Module):
 
     def check_pair(self, name: str, given: Tensor | None) -> None:
         """Raise for two sequences with one stack, or one sequence with two stacks."""
+        if given is not None and not isinstance(given, Tensor):
+            raise must_be(f"{name} must be a Tensor or None", type(given).__name__, "Pass is_causal= by its name.")
         if (given is None) == (self.config.form == "encoder-decoder"):
             came = f"{'none' if given is None else 'one'} and form {self.config.form!r}"
             raise must(f"{name} must be given to an encoder-decoder, and to it alone", came)
@@ -251,6 +253,8 @@ class LongNetLM(nn.Module):
             raise must("tgt must be given to a model with num_source_tokens", "none")
         if self.config.sinusoids and (settings.get("cu_seqlens") is not None or world_of(self) > 1):
             raise must("sinusoids must come with whole sequences on one device", "packed or spread ones")
+        if tgt is not None:
+            self.long_net.check_pair("tgt", tgt)
         read = self._embed(tokens, self.source_embedding)
         return self.long_net(read, None if tgt is None else self._embed(tgt), **settings)
 

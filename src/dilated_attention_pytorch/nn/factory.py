@@ -34,7 +34,7 @@ SEGMENTS = (2048, 4096, 8192)
 EMBED_DIM, NUM_HEADS = 768, 12
 VARIANTS = ("auto", "base", "multihead", "adaptive", "distributed", "hierarchical")
 KINDS = ("auto", "dilated", "ring", "block_sparse", "dense")
-OLDER_KINDS = {"standard": "dilated", "improved": "dilated", "block_sparse_ring": "block_sparse"}
+OLDER_KINDS = {"standard": "dilated", "improved": "dilated", "distributed": "ring", "block_sparse_ring": "block_sparse"}
 """Kinds of the original library -> present kinds."""
 
 
@@ -222,7 +222,7 @@ def create_dilated_attention(
         dilation_rates: 1, 2, 4, ... by default.
         length: expected number of tokens, for "auto".
         options: further arguments of the module; an unknown keyword raises. `attention_type` is the original library's
-            name of `kind`, and its kinds "standard" and "improved" are "dilated".
+            name of `kind`; its kinds "standard" and "improved" are "dilated", and "distributed" is "ring".
     """
     makers: dict[str, Callable[..., nn.Module]] = {
         "dilated": DilatedAttention,

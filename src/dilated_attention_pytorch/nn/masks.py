@@ -34,8 +34,28 @@ def ignored(what: str, mask: Tensor) -> Tensor:
     )
 
 
+def padding_mask(mask: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """A (B, M) padding mask as a bool mask or, if it adds other values than those of `ignored`, as a bias.
+
+    While `torch.compile` traces or a CUDA graph is captured, values are unknown and `ignored` checks them.
+    """
+    check_dtype("key_padding_mask", mask)
+    is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if mask.dtype == torch.bool or mask.is_meta or is_captured or torch.compiler.is_compiling():
+        return ignored("key_padding_mask", mask), None
+    hidden = mask <= AS_GOOD_AS_INF
+    if (hidden | (mask == 0)).all():
+        return hidden, None
+    if tuple(mask.shape) != (batch, keys) or keys > LONGEST_DENSE_MASK:
+        what = f"a float key_padding_mask with other values must have shape ({batch}, {min(keys, LONGEST_DENSE_MASK)})"
+        raise must(what, tuple(mask.shape), "Pass 0, and -inf where a key is ignored, for any length.")
+    return None, mask[:, None, None]
+
+
 def check_dtype(what: str, mask: Tensor) -> None:
     """Refuse a mask that is neither bool nor float."""
+    if not isinstance(mask, Tensor):
+        raise must_be(f"{what} must be a Tensor", type(mask).__name__, "Pass is_causal= by its name.")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise must_be(f"{what} must be bool (True = ignore) or float (added to the scores)", mask.dtype)
 
@@ -55,13 +75,13 @@ def check_causal(tensor: Tensor, attn_mask: Tensor) -> Tensor:
 
 def check_mask(attn_mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
     """Check length, dtype and shape of an attention mask."""
+    check_dtype("attn_mask", attn_mask)
     if max(queries, keys) > LONGEST_DENSE_MASK:
         raise must(
             f"a dense attn_mask must have n <= {LONGEST_DENSE_MASK}",
             max(queries, keys),
             'Write it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.',
         )
-    check_dtype("attn_mask", attn_mask)
     wanted = (queries, keys), (batch * heads, queries, keys)
     if tuple(attn_mask.shape) not in wanted:
         raise must(f"attn_mask must have shape {wanted[0]} or {wanted[1]}", tuple(attn_mask.shape))

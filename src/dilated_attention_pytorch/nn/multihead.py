@@ -21,7 +21,7 @@ from .block_sparse import block_pattern, segments_unused
 from .block_sparse_config import SparsePatternConfig
 from .context_parallel import MultiheadOverRanks, TakesRanks
 from .kv_cache import KVCache, check_cache_type
-from .masks import check_causal, check_mask, ignored, mask_bias, mask_pattern
+from .masks import check_causal, check_mask, mask_bias, mask_pattern, padding_mask
 from .positional import Position, position_of
 from .projections import Projections
 
@@ -168,6 +168,7 @@ class MultiheadSparseAttention(Projections, Planned):
             query: (B, N, E), (N, B, E) when not `batch_first`, or (N, E).
             key: the query by default; `value` is the key by default.
             key_padding_mask: (B, M): bool, True where a key is ignored, or float: -inf or at most -1e4 there, else 0.
+                Other values, except in compiled code, are added to the scores; see `attn_mask`.
             need_weights: also return the weights, without dropout, up to 8192 tokens; off by default, since they are
                 N x M.
             attn_mask: (N, M) or (B * H, N, M), up to 4096 tokens: bool, True where a pair is ignored, or float, added
@@ -208,9 +209,13 @@ class MultiheadSparseAttention(Projections, Planned):
         if self.position is not None:
             self._check_position(is_causal, q.shape[2] == k.shape[2])
             q, k = self.position.apply(q, k, self._positions(q, cu_seqlens, cache), self.head_dim**-0.5)
+        finite = None
         if key_padding_mask is not None:
-            key_padding_mask = ignored("key_padding_mask", key_padding_mask)
+            key_padding_mask, finite = padding_mask(key_padding_mask, k.shape[0], k.shape[2])
         q, pattern, is_causal, added = self._masked(q, k, attn_mask, is_causal)
+        if finite is not None:
+            self._check_call(need_weights, finite, cache)
+            added = finite if added is None else added + finite
         terms = self._score_terms(softcap, bias, bias_positions, need_weights or added is not None)
         if self.sink is not None:
             terms["sink"] = self.sink
@@ -348,7 +353,7 @@ class MultiheadSparseAttention(Projections, Planned):
         bias: Tensor | None,
     ) -> None:
         """Refuse weights, or a mask that needs them, where they cannot be formed."""
-        what = "need_weights=True" if bias is None else "attn_mask"
+        what = "need_weights=True" if bias is None else "a mask added to the scores"
         if cache is not None:
             raise must(f"{what} must come with whole sequences", "a cache")
         check_no_sink(what, self.sink)

@@ -106,6 +106,8 @@ WRONG_NAMES = {
     "score_mod": "softcap bounds scores, bias adds a table by distance, position of a multihead module rotates",
     "attn_bias": "bias adds a table by distance; a mask is a pattern, Pattern.from_mask(mask)",
     "alibi_slopes": "the argument is bias=distance_bias(slopes, n - 1)",
+    "return_attention_weights": "the argument of a multihead module is need_weights",
+    "need_weights": "the argument of a module without projections is return_attention_weights",
     "position_bias": "the argument is bias, a table by distance; t5_bias makes it from the weight of the buckets",
 }
 """Arguments of other libraries -> their equivalents here."""
