@@ -20,10 +20,8 @@ def store_partial(
     p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, TURNED: tl.constexpr, HOLES: tl.constexpr
 ):  # fmt: skip
     """Write entries of `lowering.partial_entries`: tile, mask, first and last difference of the mask's band.
-
     Differences are key minus query, or with TURNED query minus key. Mask 2, which exists with HOLES, has a band outside
-    of the tile.
-    """
+    of the tile."""
     p_line = p_partial + o_entry.to(tl.int64) * 4
     tl.store(p_line, b_tile, mask=b_here)
     tl.store(p_line + 1, b_mask, mask=b_here)
@@ -147,11 +145,9 @@ def mark_kernel(
     p_indices, p_room, o_bits, o_filled, o_counter, blocks, heads, samples, listed, filled, P: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Transpose the lists of 32 query blocks into one word of a bit matrix [heads, key tiles, words].
-
-    Bit i of a word is set if query block 32 * word + i lists the key tile. Also zeroes `filled` elements at `o_filled`
-    and the counter of `key_lists_kernel` for the next launch.
-    """
+    """Transpose the lists of 32 query blocks into one word of a bit matrix [heads, key tiles, words]. Bit i of a word
+    is set if query block 32 * word + i lists the key tile. Also zeroes `filled` elements at `o_filled` and the counter
+    of `key_lists_kernel` for the next launch."""
     word = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) % heads
     sample = tl.program_id(1).to(tl.int64) // heads
@@ -256,11 +252,9 @@ def count_readers(p_total, o_row, b_here, tiles, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "run"])
 def held_items_kernel(p_room, o_total, o_items, tiles, run, P: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr):
-    """Write the Hopper work items of one key block of a key head, sorted by the number of their query blocks.
-
-    The place of a row is its rank among the `run` rows sorted together: the number of rows with more query blocks, or
-    with as many and a smaller index.
-    """
+    """Write the Hopper work items of one key block of a key head, sorted by the number of their query blocks. The place
+    of a row is its rank among the `run` rows sorted together: the number of rows with more query blocks, or with as
+    many and a smaller index."""
     row = tl.program_id(0)
     first = row // run * run
     p_total = p_room + o_total
@@ -287,11 +281,9 @@ def normal_lists_kernel(
     R: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
     COUNTED: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
-    """Sort the lists of R rows and drop duplicates and blocks that a row may not list; P holds the entries of a list.
-
-    SIZE rows share their own block. The place of a block is the number of smaller ones. With SHARING rows that list
-    their own block are marked, and it is dropped.
-    """
+    """Sort the lists of R rows and drop duplicates and blocks that a row may not list; P is the padded list length.
+    SIZE rows belong to a block. The position of a block in its list is the number of smaller blocks. With SHARING, rows
+    that list their own block are marked in `p_sharing`, and the block is dropped."""
     o_line = tl.program_id(0) * R + tl.arange(0, R)
     o_k = tl.arange(0, P)[None, :]
     row = o_line % rows
@@ -310,7 +302,7 @@ def normal_lists_kernel(
     elif LOCAL > 0:
         b_some = b_some & (tl.abs(b_block - own) >= LOCAL)
     if SHARING:
-        # Block -1 of entries that are not there is no row's own.
+        # Entries past the count are -1, which is no row's own block.
         b_mine = tl.max((b_block == own).to(tl.int32), 1)
         tl.store(p_sharing + o_line, b_mine.to(tl.int1), mask=o_line < lines)
     b_block = tl.where(b_some, b_block, blocks).to(tl.int32)

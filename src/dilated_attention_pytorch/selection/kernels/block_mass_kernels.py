@@ -93,11 +93,9 @@ def row_mass(
     W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr,
     SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Add the weighted attention of one head's queries on the L blocks of a row to `b_mass` [L].
-
-    With ALL, `kept_share` and `queries` grow by the share of attention that the selection keeps, summed over queries,
-    and by the number of queries. Also returns the weights of the queries summed over steps, [BM].
-    """
+    """Add the weighted attention of one head's queries on the L blocks of a row to `b_mass` [L]. With ALL, `kept_share`
+    and `queries` grow by the share of attention that the selection keeps, summed over queries, and by the number of
+    queries. Also returns the weights of the queries summed over steps, [BM]."""
     o_l = tl.arange(0, L)
     o_e = tl.arange(0, EP)
     b_weights = tl.zeros([BM], tl.float32)
@@ -229,11 +227,9 @@ def distill_kernel(
     T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr,
     SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`distill_row` for each row: first `chosen` rows on their lists, then the other rows on all blocks.
-
-    With T, `p_scores` and `p_grad` are arrays over all blocks for both kinds. `heads` is the number of lists of a row,
-    each shared by LISTED query heads.
-    """
+    """`distill_row` for each row: first `chosen` rows on their lists, then the other rows on all blocks. With T,
+    `p_scores` and `p_grad` are arrays over all blocks for both kinds. `heads` is the number of lists of a row, each
+    shared by LISTED query heads."""
     row = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(0)

@@ -88,9 +88,7 @@ def by_unit(x: Tensor) -> Tensor:
 @lru_cache(maxsize=CACHE_SIZE)
 def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> int:
     """Rows (and blocks) of a program: the largest tile with at least PROGRAMS programs, unless half fills much better.
-
-    Rows see about `seen` of `width` blocks.
-    """
+    Rows see about `seen` of `width` blocks."""
     for side in (x for x in HIDDEN if 32 < x <= most):
         filled, closer = (-(-rows // x) * -(-width // x) * x**2 for x in (side, side // 2))
         if streams * -(-rows // side) * -(-seen // side) >= PROGRAMS and 8 * filled <= 9 * closer:
@@ -112,10 +110,8 @@ def _hidden_launch(
 def hidden_scoring(
     factors: Factors, size: int, is_causal: bool, to_list: ToList | None = None
 ) -> Callable[..., Tensor]:
-    """`scoring` without the match, for rows of which `size` belong to a block.
-
-    With `to_list` the rows must be a range of blocks; scores are NO_KEY for blocks that are not listed.
-    """
+    """`scoring` without the match, for rows of which `size` belong to a block. With `to_list` the rows must be a range
+    of blocks; scores are NO_KEY for blocks that are not listed."""
     (batch, heads, t, hidden), device = factors.rows.shape, factors.rows.device
     parts = [by_unit(x) for x in (factors.rows, factors.columns, factors.keep) if x is not None]
     read = parts[0], parts[1], factors.weight, factors.bias, parts[-1], factors.log_temperature

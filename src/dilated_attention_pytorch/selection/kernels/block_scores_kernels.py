@@ -102,10 +102,8 @@ def match_scores(
     UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Best match of any sub-block of a row with any of a key block, without the factor 1 / sqrt(rank), [BM, BN].
-
     `b_left`, `b_rest` and `p_right`, `p_rest` are both sides as float16 halves; with ROUNDS only the leading ones are
-    used. With HOLES some sub-blocks are empty. With WHOLE all blocks of the tile exist.
-    """
+    used. With HOLES some sub-blocks are empty. With WHOLE all blocks of the tile exist."""
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
     # A loop inside the caller's loop would prevent the compiler from pipelining the loads of the outer one.
     AT_ONCE: tl.constexpr = UK if UK * BN * RP * (1 if ROUNDS else 2) <= UNROLLED else UG

@@ -94,10 +94,8 @@ def inverter_of(selection: Selection, group: int, some: bool = False) -> tuple[S
 
 
 def invert_selection(selection: Selection, group: int = 1, first_token: int | None = None) -> GatherIndex:
-    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers.
-
-    With `first_token` the lists belong to some tokens of one sample, from that token on.
-    """
+    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers. With
+    `first_token` the lists belong to some tokens of one sample, from that token on."""
     first = () if first_token is None else (first_token,)
     run, indices = inverter_of(selection, group, bool(first))
     return run(indices, *first)

@@ -20,10 +20,8 @@ def mark_tokens_kernel(
     WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Set one bit per token of a share in the words of the blocks it lists, and count the tokens that list each block.
-
     The bit matrix is [heads, samples, shares, WORDS, wide], the counts [heads, samples, shares, wide]. Also resets the
-    counter of `runs_kernel` for each head.
-    """
+    counter of `runs_kernel` for each head."""
     share = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) % heads
     sample = tl.program_id(1).to(tl.int64) // heads
@@ -66,10 +64,8 @@ def runs_kernel(
     BT: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Prefix sums for BT key tiles: tokens of earlier shares that list each, and first query tile of each key tile.
-
     Counts over shares are replaced by their exclusive prefix sum, and the total is stored. The tokens of a key tile
-    fill whole query tiles of SIZE rows; the last program of a head to finish sums those over key tiles.
-    """
+    fill whole query tiles of SIZE rows; the last program of a head to finish sums those over key tiles."""
     head = tl.program_id(1).to(tl.int64)
     columns = wide // BT
     sample = tl.program_id(0) // columns

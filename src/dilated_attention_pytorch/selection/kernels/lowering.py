@@ -90,31 +90,24 @@ class ListedBlocks:
         return self.by_query.total + self.by_key.total
 
     def queries(self, indices: Tensor) -> Tensor:
-        """Arena `by_query` of block indices.
-
-        It holds lists and then masks, `Walk.rows`, partial entries, `WalkTables.work`, and Hopper's items of the output
-        and of dQ.
-        """
+        """Arena `by_query` of block indices. It holds lists and then masks, `Walk.rows`, partial entries,
+        `WalkTables.work`, and Hopper's items of the output and of dQ."""
         memory = self.by_query.made()
         self._to_queries((self._rows, 1, 1), (indices.contiguous(), memory))
         return memory
 
     def keys(self, indices: Tensor, by_query: Tensor) -> Tensor:
-        """Arena `by_key` of block indices and their arena `by_query`.
-
-        It holds the query blocks that read each key block: lists and then masks, rows, partial entries and counts; and
-        the partial entries of dQ with the differences query minus key.
-        """
+        """Arena `by_key` of block indices and their arena `by_query`. It holds the query blocks that read each key
+        block: lists and then masks, rows, partial entries and counts; and the partial entries of dQ with the
+        differences query minus key."""
         memory = self.by_key.made()
         self._mark(self._marks, (indices.contiguous(), memory))
         self._to_keys((self._rows, 1, 1), (memory, by_query))
         return memory
 
     def held_items(self, by_key: Tensor, group: int) -> Tensor:
-        """`BackwardItems.items` of dK and dV, sorted by work within a head, or over all heads if items are `few`.
-
-        Each row compares its work with all others, which costs as much as scoring all pairs of blocks once.
-        """
+        """`BackwardItems.items` of dK and dV, sorted by work within a head, or over all heads if items are `few`. Each
+        row compares its work with all others, which costs as much as scoring all pairs of blocks once."""
         cached = self._to_items.get(group)
         if cached is None:
             rows = self._rows // group
@@ -330,10 +323,8 @@ class ListedAttend(BlockAttend):
 def _key_side(
     plan: Plan, walk: Walk, first_rows: Tensor, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None
 ) -> WalkTables:
-    """The direction of dK and dV, tiles (h, t) in starting order.
-
-    Rows of more than `limit` entries are shared by several programs.
-    """
+    """The direction of dK and dV, tiles (h, t) in starting order. Rows of more than `limit` entries are shared by
+    several programs."""
     entries = len(walk.full) // plan.heads
     table = walk.rows[tile + first_rows].long()
     more = 0 if limit is None else entries // limit
@@ -358,9 +349,7 @@ def _key_side(
 
 def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Tensor]:
     """Work (C, T + more, 8) of rows (C, T, 6) in pieces of at most `limit` entries, and the long rows (C, more, 4).
-
-    Entries beyond whole multiples of the limit are fewer than `more` pieces, and a long row has two pieces or more.
-    """
+    Entries beyond whole multiples of the limit are fewer than `more` pieces, and a long row has two pieces or more."""
     classes, tiles = tile.shape
     full_begin, full_end, _, part_begin, part_end, _ = table.unbind(-1)
     full = full_end - full_begin

@@ -55,11 +55,9 @@ def hidden_sums(
     p_held, p_streamed, p_grad, p_scores, lines, sh_m, ss_n, ss_m, sg_j,
     M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the `lines` streamed rows or blocks of a held block or row, for hidden = relu(held + streamed).
-
-    Returns the sum of gradients where a unit is active, [MP]; of hidden * gradient, [MP]; of gradients; and of gradient
-    * score.
-    """
+    """Sums over the `lines` streamed rows or blocks of a held block or row, for hidden = relu(held + streamed). Returns
+    the sum of gradients where a unit is active, [MP]; of hidden * gradient, [MP]; of gradients; and of gradient *
+    score."""
     o_m = tl.arange(0, MP)
     b_unit = o_m < M
     b_held = tl.load(p_held + o_m * sh_m, mask=b_unit, other=0.0)
@@ -144,11 +142,9 @@ def match_tile(
     o_r, M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, LEFT: tl.constexpr,
     HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Factors of M sub-blocks of rows and N sub-blocks of blocks, and the gradients of their products, [M, N].
-
-    The gradient of a score goes to the best match of its row and block, in equal shares if several are best, and is
-    dropped if all sub-blocks are empty. M and N cover whole rows and blocks, unless `best_kernel` ran before (KNOWN).
-    """
+    """Factors of M sub-blocks of rows and N sub-blocks of blocks, and the gradients of their products, [M, N]. The
+    gradient of a score goes to the best match of its row and block, in equal shares if several are best, and is dropped
+    if all sub-blocks are empty. M and N cover whole rows and blocks, unless `best_kernel` ran before (KNOWN)."""
     o_i = first_row + tl.arange(0, M)
     o_j = first_block + tl.arange(0, N)
     b_left, b_right, b_pair = match_pairs(
@@ -323,11 +319,9 @@ def transposed_product(
     Y_ROWS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, Y_HEADS: tl.constexpr = 1,
     sy_h=0,
 ):  # fmt: skip
-    """Store a tile [BM, BN] of x^T y, (M, N), summed over `lines` lines of x and y.
-
-    With X_ROWS or Y_ROWS that tensor has the lines of the whole sequence: line k stands for sub-block k % A of the row
-    `p_ids[k // A]`, and SIZE rows share a line. With Y_HEADS, y is the mean over heads, which are `sy_h` apart.
-    """
+    """Store a tile [BM, BN] of x^T y, (M, N), summed over `lines` lines of x and y. With X_ROWS or Y_ROWS that tensor
+    has the lines of the whole sequence: line k stands for sub-block k % A of the row `p_ids[k // A]`, and SIZE rows
+    share a line. With Y_HEADS, y is the mean over heads, which are `sy_h` apart."""
     columns = tl.cdiv(N, BN)
     o_m = (tile // columns) * BM + tl.arange(0, BM)
     o_c = (tile % columns) * BN + tl.arange(0, BN)
@@ -447,11 +441,9 @@ def mixture_kernel(
     s_mixture, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the key part of the first layer, of the mixture of summaries, and of the key projection.
-
-    The first two are products of the common factor of `sums_kernel`. The last is the sum of its partial sums over runs
-    and samples, BP elements per program.
-    """
+    """Gradients of the key part of the first layer, of the mixture of summaries, and of the key projection. The first
+    two are products of the common factor of `sums_kernel`. The last is the sum of its partial sums over runs and
+    samples, BP elements per program."""
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     WIDE: tl.constexpr = 3 * D

@@ -125,10 +125,8 @@ def summarise(
     query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, before: bool
 ) -> tuple[Summary, Summary]:
     """Summaries of the blocks of `size` queries and of `size` keys, with units of `own_unit` and of `unit` tokens.
-
     Queries and keys have one shape except for their heads. With `before` a query block has the summary of the block
-    before.
-    """
+    before."""
     # Kernels compute the offset of a token within its block in 32 bits.
     query, key = (x if x.stride(3) == 1 and x.stride(2) * size < 2**31 else x.contiguous() for x in (query, key))
     options = query.itemsize, size, own_unit, unit, before, padding is not None, ROWS, ASKED

@@ -105,11 +105,9 @@ def summaries_kernel(
     BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BEFORE: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`sum_block` for each block of queries, without extremes, and for each block of keys.
-
-    With BEFORE a query block receives the summary of the block before. Programs of all heads of a block are adjacent,
-    because the heads of a token are adjacent in memory in most tensors.
-    """
+    """`sum_block` for each block of queries, without extremes, and for each block of keys. With BEFORE a query block
+    receives the summary of the block before. Programs of all heads of a block are adjacent, because the heads of a
+    token are adjacent in memory in most tensors."""
     streams = tl.num_programs(0) // blocks
     block = tl.program_id(0) // streams
     stream = tl.program_id(0) % streams

@@ -152,11 +152,9 @@ def rounded_fraction(b_many, kept):
 def count_listable(
     p_visible, o_own, end, local, sink, room, least, most, kept, MANY: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """List length k of the rows of each block `o_own`, and 2^16 times the number of candidates, int32.
-
-    A row keeps the fraction `kept` of its visible blocks, between `least` and `most`, minus the unlisted ones, and at
-    most `room`. Blocks from `end` on are not visible; the others are counted MANY at a time.
-    """
+    """List length k of the rows of each block `o_own`, and 2^16 times the number of candidates, int32. A row keeps the
+    fraction `kept` of its visible blocks, between `least` and `most`, minus the unlisted ones, and at most `room`.
+    Blocks from `end` on are not visible; the others are counted MANY at a time."""
     b_both = tl.zeros([o_own.shape[0], MANY], tl.int32)
     for begun in range(0, end, MANY):
         o_j = begun + tl.arange(0, MANY)[None, :]
