@@ -384,7 +384,9 @@ def learned_attention(
         output = core(*rows, True, key_padding_mask=None if padding is None else padding[index, start:])
         parts.append(F.pad(output.transpose(1, 2), (0, 0, start, 0)))
         order += index if isinstance(index, list) else range(len(query))[index]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order).argsort().to(query.device)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)[torch.tensor(order, device="cpu").argsort().to(query.device)]
 
 
 def self_attention(

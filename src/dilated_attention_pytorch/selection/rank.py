@@ -30,11 +30,16 @@ class Budget:
     least: int
     most: int | None
 
+    @property
+    def fraction(self) -> float:
+        """`kept` in float32, which kernels on GPUs take."""
+        return c_float(self.kept).value
+
     def room(self, blocks: int) -> int:
         """Largest number of blocks a row can list besides its own."""
         most = blocks if self.most is None else min(self.most, blocks)
         if self.coverage is None:
-            most = min(most, max(self.least, round(c_float(self.kept).value * blocks), 1))
+            most = min(most, max(self.least, round(self.fraction * blocks), 1))
         return min(most, blocks) - 1
 
     def rooms(self, blocks: Tensor) -> Tensor:
@@ -49,8 +54,8 @@ class Budget:
         return self.share(seen).clamp(min=self.least, max=self.most)
 
     def share(self, blocks: Tensor) -> Tensor:
-        """The fraction, a float32 as in the kernels of GPUs, of numbers of blocks; the exact product rounded, int64."""
-        return (blocks.double() * c_float(self.kept).value).round().long()
+        """The fraction of numbers of blocks, int64: the exact product, rounded half to even."""
+        return (blocks.double() * self.fraction).round().long()
 
 
 def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool) -> tuple[Tensor, Tensor]:

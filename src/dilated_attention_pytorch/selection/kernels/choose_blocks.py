@@ -127,7 +127,7 @@ def listed_blocks(
     size = block_size if per_token else 1
     held_bytes = max(SCORE_BYTES, min(indices.nbytes // OF_LISTS, MOST_SCORE_BYTES))
     held_scores = held_bytes // ((4 if per_token else 2) * batch * heads)
-    bounds = local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept
+    bounds = local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.fraction
     in_registers = coverage is None and 0 < rank <= 64 and block_size >= CHOSEN and t <= CHOSEN_AMONG
     if rank and factors.halves is None:
         factors = factors._replace(halves=split(factors.right))

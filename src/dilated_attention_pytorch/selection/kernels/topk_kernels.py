@@ -138,11 +138,9 @@ def unpack_bits(b_words, T: tl.constexpr):
 def rounded_fraction(b_many, kept):
     """The fraction `kept` of counts, int32, rounded half to even like `torch.round`.
 
-    `Budget.share` rounds the exact product. Compiled code agrees with it, except within 2^-25 of a half, because the
-    product is fused with the subtraction of its floor, so that the rest is rounded once. The interpreter rounds the
-    product first: 0.1 of 25 blocks is 2 there instead of 3.
+    In float64 the product is exact, as in `Budget.share`; in float32 it would depend on whether a compiler fuses it.
     """
-    b_part = kept * b_many.to(tl.float32)
+    b_part = b_many.to(tl.float64) * kept
     b_wanted = tl.floor(b_part).to(tl.int32)
     b_rest = b_part - tl.floor(b_part)
     return b_wanted + ((b_rest > 0.5) | ((b_rest == 0.5) & (b_wanted % 2 == 1))).to(tl.int32)
