@@ -194,7 +194,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("pattern", ["window:20", "window:20,0", "full", "causal"])
 def test_other_bounds_are_planned_in_few_operations(monkeypatch, pattern):
     """A model packs other documents in every step; tables that follow from shapes are there."""
-    monkeypatch.setattr(documents, "is_intercepted", lambda: False)
+    monkeypatch.setattr(documents, "_is_intercepted", lambda: False)
     window = window_of(parse(pattern), N)
     for which in range(2):
         bounds = bounds_of(which)

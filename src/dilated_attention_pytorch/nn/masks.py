@@ -24,14 +24,20 @@ def ignored(what: str, mask: Tensor) -> Tensor:
     check_dtype(what, mask)
     if mask.dtype == torch.bool:
         return mask
-    hidden = mask <= AS_GOOD_AS_INF
+    hidden, is_exact = _hidden(mask)
     return require(
         hidden,
-        (hidden | (mask == 0)).all(),
+        is_exact,
         f"a float {what} must hold 0, and -inf or at most {AS_GOOD_AS_INF:g} where a key is ignored",
         lambda: "other values",
         'Pass a bias as attn_mask; for a bias by distance use position="alibi".',
     )
+
+
+def _hidden(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys that a float mask ignores, and whether it is 0 for all others, a bool scalar."""
+    hidden = mask <= AS_GOOD_AS_INF
+    return hidden, (hidden | (mask == 0)).all()
 
 
 def padding_mask(mask: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -43,8 +49,8 @@ def padding_mask(mask: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Te
     is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     if mask.dtype == torch.bool or mask.is_meta or is_captured or torch.compiler.is_compiling():
         return ignored("key_padding_mask", mask), None
-    hidden = mask <= AS_GOOD_AS_INF
-    if (hidden | (mask == 0)).all():
+    hidden, is_exact = _hidden(mask)
+    if is_exact:
         return hidden, None
     if tuple(mask.shape) != (batch, keys) or keys > LONGEST_DENSE_MASK:
         what = f"a float key_padding_mask with other values must have shape ({batch}, {min(keys, LONGEST_DENSE_MASK)})"

@@ -115,11 +115,6 @@ def _nbytes(pattern: Pattern) -> int:
     return own + sum(map(_nbytes, pattern.children))
 
 
-def is_intercepted() -> bool:
-    """Whether transforms or dispatch modes are active, which must see torch operators and may pass fake tensors."""
-    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
-
-
 class StreamCache:
     """Values by key. On a GPU a value is valid on the stream that computes it.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..patterns import And, Causal, Full, Pattern, SlidingWindow
-from .cache import StreamCache, is_intercepted
+from .cache import StreamCache
 from .plan import FULL_BEGIN, FULL_END, Axis, DeviceTables, Masks, Part, Plan, Walk
 from .tile_lists import weight
 
@@ -41,9 +41,13 @@ def window_of(pattern: Pattern, n: int) -> tuple[int, int] | None:
     return (n, 0) if type(pattern) is Causal else None
 
 
+def _is_intercepted() -> bool:
+    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+
+
 def _of_shapes(make: Callable[..., Result], length: int, device: torch.device, *sizes: Hashable) -> Result:
     """`make(device, *sizes)`, cached unless it is long. Compilers, modes and transforms may pass fake tensors."""
-    if length > LONGEST or torch.compiler.is_compiling() or is_intercepted():
+    if length > LONGEST or torch.compiler.is_compiling() or _is_intercepted():
         return make(device, *sizes)
     return _tables.get(device, (make, device, *sizes), lambda: make(device, *sizes))
 

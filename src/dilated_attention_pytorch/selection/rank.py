@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..kernels.cpu import native
 from ..kernels.dropout import GOLDEN, WORD, mix
-from ..plan.cache import is_intercepted
 from .scores import BlockScores
 from .types import shared_blocks
 
@@ -72,7 +71,7 @@ def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool
     t = visible.shape[-1]
     room, counted = budget.room(t), counted_blocks(visible, *near)
     grows = budget.coverage is not None and host_sync
-    in_library = budget.coverage is None and host_sync and not is_intercepted()
+    in_library = budget.coverage is None and host_sync
     indices = torch.full(
         (*visible.shape[:2], len(rows), 0 if grows else room), t, dtype=torch.int32, device=visible.device
     )

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.cpu import native
-from ..plan.cache import is_intercepted
 from .summaries import CHUNK, BlockSummaries
 from .types import Factors, ScoreInputs, SelectionSettings
 
@@ -267,7 +266,7 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:
     where it can: torch needs an array of all pairs of sub-blocks, and makes it in chunks of rows.
     """
     if not torch.is_grad_enabled():
-        best = None if is_intercepted() else native.best_match(queries, keys, there)
+        best = native.best_match(queries, keys, there)
         if best is not None:
             return best
     batch, heads, t, units, _ = keys.shape

@@ -312,7 +312,7 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor | 
         keys: (b, h, t, u, p). The library runs keys of the same dtype.
         there: bool (b, h, t, u), sub-blocks that count; all if None. A block without any gives -inf.
     """
-    if queries.dtype != keys.dtype or queries.dtype not in _MATCHES or device_problem(queries.device) is not None:
+    if queries.dtype != keys.dtype or queries.dtype not in _MATCHES or _cannot_rank(queries.device):
         return None
     best = queries.new_empty(*queries.shape[:3], keys.shape[2])
     # The first blocks of a longer sequence are not copied.
@@ -341,7 +341,7 @@ def choose_blocks(
         sink: first blocks that are not chosen.
         is_causal: only blocks before a row's own are chosen.
     """
-    if scores.dtype != torch.float32 or device_problem(scores.device) is not None:
+    if scores.dtype != torch.float32 or _cannot_rank(scores.device):
         return None
     batch, heads, rows, width = scores.shape
     indices, counts = (scores.new_empty(*shape, dtype=torch.int32) for shape in ((*wanted.shape, room), wanted.shape))
@@ -349,6 +349,12 @@ def choose_blocks(
     sizes = batch * heads, rows, width, visible.shape[2], room, local, sink, is_causal, torch.get_num_threads()
     _library().choose_blocks(ctypes.byref(_Choice(*sizes, *(x.data_ptr() for x in tensors))))
     return indices, counts
+
+
+def _cannot_rank(device: torch.device) -> bool:
+    """Whether the library is missing, or transforms or dispatch modes must see torch operators instead of it."""
+    is_intercepted = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    return bool(is_intercepted) or device_problem(device) is not None
 
 
 def _dense_streams(x: Tensor) -> tuple[Tensor, int]:

@@ -398,6 +398,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         config = self.config
         distills = config.hard_sparsity and config.score_gradient == "distill"
         settings = config.settings(self.block_size, is_causal)
+        # selecting_parameters, stack_parameters or start_parameters
         parameters = getattr(self.scorer, f"{which}_parameters")()
         return score_blocks(query, key, parameters, settings, padding, distills=distills)
 

@@ -306,6 +306,10 @@ class BlockScorer(nn.Module):
         """Parameters that select blocks: those in training, or the start in lists that it serves better."""
         return self._from_start(self.advantage < 0) if self.config.guarded else self.stack_parameters()
 
+    def start_parameters(self) -> ScorerParameters:
+        """Parameters of the start of all lists: the match alone."""
+        return self._from_start(torch.ones_like(self.advantage, dtype=torch.bool))
+
     @torch.no_grad()
     def _from_start(self, lists: Tensor) -> ScorerParameters:
         given = self.stack_parameters()
