@@ -202,7 +202,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         Returns:
             (B, N, H, E).
         """
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             if is_traceable(self, return_pattern):
                 return traced_attention(self, query, key, value, is_causal, key_padding_mask)
             return self._untraced(query, key, value, is_causal, return_pattern, key_padding_mask=key_padding_mask)
