@@ -39,15 +39,20 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 _nothing = nullcontext()
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a nested tensor, whose shape torch does not give."""
+    if tensor.is_nested:
+        advice = "Concatenate the sequences along n in a batch of one and pass cu_seqlens."
+        raise must_be(f"{name} must be a dense tensor", "a nested one", advice)
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True) -> None:
     """Check shapes, dtypes and devices of query, key and value; without `one_length` keys may outnumber queries."""
     named = (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
-        if tensor.is_nested:
-            advice = "Concatenate the sequences along n in a batch of one and pass cu_seqlens."
-            raise must_be(f"{name} must be a dense tensor", "a nested one", advice)
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             raise must(
                 f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
