@@ -304,7 +304,12 @@ class LongNetLM(nn.Module):
             raise must('reduction must be "mean", "sum" or "none"', repr(reduction))
         rows = max(1, LOGITS_AT_A_TIME // self.config.num_tokens)
         flat = targets.flatten().long()
-        each = _ChunkedLoss.apply(*self._unembedded(hidden), flat, ignore_index, rows)
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            # A transform maps and differentiates torch's operations, on all logits at once.
+            logits = F.linear(*self._unembedded(hidden)).to(torch.promote_types(hidden.dtype, torch.float32))
+            each = F.cross_entropy(logits, flat, ignore_index=ignore_index, reduction="none")
+        else:
+            each = _ChunkedLoss.apply(*self._unembedded(hidden), flat, ignore_index, rows)
         if reduction == "none":
             return each.view_as(targets)
         return each.sum() if reduction == "sum" else each.sum() / (flat != ignore_index).sum()
