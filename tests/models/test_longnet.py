@@ -460,9 +460,11 @@ def test_ids_beyond_the_type_of_the_prompt_are_generated_whole():
     wanted = model.generate(prompt, 12, temperature=0.0)
     assert wanted.max() > 255
     assert torch.equal(model.generate(prompt.to(torch.uint8), 12, temperature=0.0), wanted)
+    small = model.generate(prompt.to(torch.uint16), 12, temperature=0.0, stop=999)
+    assert small.dtype == torch.uint16 and torch.equal(small.long(), model.generate(prompt, 12, stop=999))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
 def test_the_loss_accepts_the_tokens_that_the_model_accepts(dtype):
     model = LongNetLM(LongNetConfig(**SMALL))
     tokens = torch.randint(40, (2, 30))
