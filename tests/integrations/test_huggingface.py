@@ -367,6 +367,12 @@ def test_learned_attention_is_refused_with_reasons(llama, bert):
         llama(ids, output_attentions=True)
 
 
+def test_padded_batches_run_on_the_meta_device(llama):
+    integrate(llama, "window:8")
+    ids = tokens().to("meta")
+    assert llama.to("meta")(ids, attention_mask=torch.ones_like(ids)).logits.is_meta
+
+
 @pytest.mark.parametrize("pattern", [{1: "window:8"}, LEARNED])
 def test_a_pickled_model_brings_its_patterns(llama, pattern):
     name, ids = integrate(llama, pattern), tokens()

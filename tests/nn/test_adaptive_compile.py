@@ -53,6 +53,14 @@ def test_evaluation_is_one_graph(name):
         assert torch.allclose(compiled(x), model(x), atol=1e-6) and not torch.allclose(before, model(x), atol=1e-3)
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_models_run_on_the_meta_device(train):
+    for model, x in models().values():
+        output = model.train(train).to("meta")(x.to("meta"))
+        assert output.is_meta and output.shape[:2] == x.shape[:2]
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model_runs_and_trains(strict):
     eager, x = models()["longnet"]

@@ -33,7 +33,8 @@ def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Context without autocast, which would round float32 products."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _nothing
+    rounds = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if rounds else _nothing
 
 
 _nothing = nullcontext()
