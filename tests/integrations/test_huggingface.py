@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -364,6 +365,24 @@ def test_learned_attention_is_refused_with_reasons(llama, bert):
         llama(ids[:1], cu_seq_lens_q=torch.tensor([0, 20, 60]), cu_seq_lens_k=torch.tensor([0, 20, 60]))
     with pytest.raises(ValueError, match="learned attention must come without s_aux, softcap, output_attentions"):
         llama(ids, output_attentions=True)
+
+
+def test_padded_batches_run_on_the_meta_device(llama):
+    integrate(llama, "window:8")
+    ids = tokens().to("meta")
+    assert llama.to("meta")(ids, attention_mask=torch.ones_like(ids)).logits.is_meta
+
+
+@pytest.mark.parametrize("pattern", [{1: "window:8"}, LEARNED])
+def test_a_pickled_model_brings_its_patterns(llama, pattern):
+    name, ids = integrate(llama, pattern), tokens()
+    pickled = pickle.dumps(llama)
+    with torch.no_grad():
+        wanted = llama(ids).logits
+        # As in another process.
+        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+            del interface._global_mapping[name]
+        assert torch.equal(pickle.loads(pickled)(ids).logits, wanted)
 
 
 def test_sparsify_distills_a_causal_model(llama):

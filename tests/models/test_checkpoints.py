@@ -259,9 +259,15 @@ def test_wrong_entries_are_listed_and_nothing_is_loaded():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("left_out", ["out.weight", "token_embedding.weight"])
+def test_either_name_of_tied_embeddings_suffices(left_out: str):
+    model, again = (LongNetLM(num_tokens=40, num_decoder_layers=1, **SMALL) for _ in range(2))
+    load_checkpoint(again, {name: x for name, x in model.state_dict().items() if name != left_out})
+    assert torch.equal(again.out.weight, model.out.weight) and again.out.weight is again.token_embedding.weight
+
+
 def test_tied_embeddings_must_be_equal():
     state = export_state(MODELS["decoder"]())
-    load_checkpoint(MODELS["decoder"](), {name: t for name, t in state.items() if name != "out.weight"})
     state["out.weight"] = state["out.weight"] + 1
     with pytest.raises(ValueError, match="tied embeddings must be given equal embeddings"):
         load_checkpoint(MODELS["decoder"](), state)

@@ -272,6 +272,21 @@ def test_chunked_loss_is_the_whole_loss(monkeypatch: pytest.MonkeyPatch):
         assert error(other, one) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_sample_by_transforms():
+    model, tokens = model_of(), torch.randint(40, (2, 30))
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        given = {"targets": sample[None, 1:]}
+        return torch.func.functional_call(model, parameters, (sample[None, :-1],), given)
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
+    for i in range(2):
+        wanted = torch.autograd.grad(model.loss(tokens[i : i + 1]), list(parameters.values()))
+        assert all(error(found[name][i], grad) < 1e-6 for name, grad in zip(parameters, wanted, strict=True))
+
+
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_loss_is_one_graph():
@@ -445,9 +460,11 @@ def test_ids_beyond_the_type_of_the_prompt_are_generated_whole():
     wanted = model.generate(prompt, 12, temperature=0.0)
     assert wanted.max() > 255
     assert torch.equal(model.generate(prompt.to(torch.uint8), 12, temperature=0.0), wanted)
+    small = model.generate(prompt.to(torch.uint16), 12, temperature=0.0, stop=999)
+    assert small.dtype == torch.uint16 and torch.equal(small.long(), model.generate(prompt, 12, stop=999))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
 def test_the_loss_accepts_the_tokens_that_the_model_accepts(dtype):
     model = LongNetLM(LongNetConfig(**SMALL))
     tokens = torch.randint(40, (2, 30))

@@ -53,6 +53,26 @@ def test_evaluation_is_one_graph(name):
         assert torch.allclose(compiled(x), model(x), atol=1e-6) and not torch.allclose(before, model(x), atol=1e-3)
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_models_run_on_the_meta_device(train):
+    for model, x in models().values():
+        output = model.train(train).to("meta")(x.to("meta"))
+        assert output.is_meta and output.shape[:2] == x.shape[:2]
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_runs_and_trains(strict):
+    eager, x = models()["longnet"]
+    model = copy.deepcopy(eager)
+    program = torch.export.export(model, (x,), strict=strict).module()
+    for each in (program, eager):
+        torch.manual_seed(3)
+        each(x).square().mean().backward()
+    for name, parameter in program.named_parameters():
+        assert torch.allclose(parameter.grad, eager.get_parameter(name).grad, atol=1e-6), name
+
+
 @pytest.mark.parametrize(("name", "backend"), [("torch", "inductor"), ("longnet", "aot_eager")])
 def test_training_is_one_graph_with_equal_gradients(name, backend):
     eager, x = models()[name]

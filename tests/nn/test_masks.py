@@ -223,3 +223,10 @@ def test_masks_and_weights_compile_whole(kind, lengths, make):
     assert error(found, wanted.detach()) < 1e-10 and error(weights, own.detach()) < 1e-10
     grads = [torch.autograd.grad(out.square().sum(), (q, k)) for out in (found, wanted)]
     assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9
+
+
+def test_modules_with_masks_run_on_the_meta_device():
+    with torch.device("meta"):
+        module, x = MultiheadSparseAttention(16, 2, "window:4"), torch.empty(2, 9, 16)
+        masks = torch.empty(9, 9, dtype=torch.bool), torch.empty(9, 9)
+        assert all(module(x, x, x, attn_mask=mask)[0].shape == x.shape for mask in masks)

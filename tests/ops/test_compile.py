@@ -231,6 +231,18 @@ def test_an_exported_sink_needs_no_context():
     assert torch.equal(torch.export.export(layer, tuple(tensors)).module()(*tensors), layer(*tensors))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_trains(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, sink):
+            return attention(q, k, v, "window:9", sink=sink)
+
+    tensors = [*leaves(40), torch.randn(4, dtype=torch.float64, requires_grad=True)]
+    program = torch.export.export(Layer(), tuple(tensors), strict=strict).module()
+    found, wanted = (torch.autograd.grad(f(*tensors).square().sum(), tensors) for f in (program, Layer()))
+    assert all(error(one, other) <= 1e-12 for one, other in zip(found, wanted, strict=True))
+
+
 CONSTRUCTED = {
     "and": lambda: SlidingWindow(16) & Causal(),
     "or": lambda: SlidingWindow(8) | Global(2, queries=True) | Strided(5),

@@ -170,6 +170,13 @@ def test_lower_precision(dtype):
     assert error(found, wanted) < (2e-6 if dtype == torch.float32 else 8e-3)
 
 
+def test_prompt_lengths_may_be_a_tensor():
+    rows = torch.randn(2, 1, 4, 8)
+    cache = KVCache("window:7", prompt_lengths=torch.tensor([4, 2]))
+    cache.attend(rows, rows, rows)
+    assert cache.lengths == [4, 2] and all(type(length) is int for length in cache.lengths)
+
+
 def misuse(text="window:7", length=None, prompt_lengths=None, times=1, **options):
     cache = KVCache(text, length, prompt_lengths)
     for _ in range(times):

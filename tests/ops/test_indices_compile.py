@@ -206,11 +206,13 @@ def test_one_tensor_may_be_all_inputs_of_an_indexed_call(grad):
         assert error(found, wanted) <= 1e-12
 
 
-def test_exported_program_gives_the_same_numbers():
+def test_exported_program_gives_the_same_numbers_and_gradients():
     class Indexed(torch.nn.Module):
         def forward(self, q, k, v, indices):
             return selected_attention(q, k, v, indices, granularity=16, is_causal=True, enable_gqa=True)
 
-    inputs = *leaves(40, grad=False), torch.randint(-1, 3, (2, 1, 40, 2), dtype=torch.int32)
-    program = torch.export.export(Indexed(), inputs)
-    assert error(program.module()(*inputs), Indexed()(*inputs)) <= 1e-12
+    inputs = *leaves(40), torch.randint(-1, 3, (2, 1, 40, 2), dtype=torch.int32)
+    program = torch.export.export(Indexed(), inputs).module()
+    assert error(program(*inputs), Indexed()(*inputs)) <= 1e-12
+    found, wanted = (torch.autograd.grad(f(*inputs).square().sum(), inputs[:3]) for f in (program, Indexed()))
+    assert all(error(one, other) <= 1e-12 for one, other in zip(found, wanted, strict=True))

@@ -40,6 +40,7 @@ def test_arguments_of_other_libraries_lead_to_ours(function, name: str, advice: 
         (lambda: dap.attention(*ROWS, "full", key_padding_mask=[True]), "key_padding_mask must be a Tensor, got list"),
         (lambda: dap.MultiheadSparseAttention(16, 2, "causal")(X, is_causal=True, cache=True), r"must be a KVCache, got True[^$]*module.cache\(\)"),
         (lambda: dap.attention(*ROWS, "full", scale="0.1"), "scale must be a number, got '0.1'"),
+        (lambda: dap.select_blocks(*ROWS[:2], "mean", "4"), "budget must be a number of blocks, or a share as a float, got '4'"),
         (lambda: dap.register_pattern(dap.Causal), r"register_pattern must have a name, got [^$]*@register_pattern\(\"name\"\)"),
     ],
 )  # fmt: skip
@@ -58,6 +59,10 @@ def test_nested_tensors_lead_to_packing(layout: torch.layout):
         nested = torch.nested.nested_tensor([torch.randn(5, 2, 8), torch.randn(7, 2, 8)], layout=layout).transpose(1, 2)
     with pytest.raises(TypeError, match=r"query must be a dense tensor, got a nested one[^$]*cu_seqlens"):
         dap.attention(nested, nested, nested, "full")
+    rows = torch.nested.nested_tensor([torch.randn(5, 16), torch.randn(7, 16)], layout=layout)
+    for module in (dap.MultiheadDilatedAttention(16, 2, [4], [1]), dap.MultiheadBlockSparseAdaptive(16, 2, [4], [1])):
+        with pytest.raises(TypeError, match="query must be a dense tensor, got a nested one"):
+            module(rows, rows, rows)
 
 
 def test_close_names_of_backends_are_suggested():

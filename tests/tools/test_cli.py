@@ -259,6 +259,19 @@ def test_what_ends_a_command_from_outside_is_no_traceback(here, monkeypatch, err
     assert found == status and words in stderr and "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("command", [["--version"], ["plan", "--help"], ["show", "window:64", "-n", "256"]])
+def test_a_stdout_that_takes_nothing_ends_a_command(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for stdout, status, words in ((writer, 141, b""), (full, 2, b"dap: [Errno 28] No space left on device\n")):
+        arguments = [sys.executable, "-m", "dilated_attention_pytorch", *command]
+        environment = os.environ | {"PYTHONUNBUFFERED": ""}
+        found = subprocess.run(arguments, stdout=stdout, stderr=subprocess.PIPE, env=environment, check=False)
+        os.close(stdout)
+        assert (found.returncode, found.stderr) == (status, words)
+
+
 def test_tune_measures_shows_and_clears(here, tmp_path):
     made = json.loads(here("tune", "--json", "--device", "cpu")[1])
     assert made["file"] == str(tmp_path / "cache" / "dilated_attention_pytorch" / "costs.json")

@@ -20,7 +20,7 @@ from processes import start
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
-from dilated_attention_pytorch.tools import generate, train, train_checkpoints, training
+from dilated_attention_pytorch.tools import generate, show, train, train_checkpoints, training
 
 SMALL = {
     "d_model": 32,
@@ -411,6 +411,12 @@ def test_learned_attention_trains_resumes_and_generates(capsys: pytest.CaptureFi
     assert [int(x) for x in steps] == [20, 20]
     for more in ([], ["--temperature", "0"]):
         assert generate.main(["run", "--prompt", "3 squared", "-n", "8", "--device", "cpu", *more]) == 0
+    Path("notes.txt").write_text("3 squared is 9. " * 8)
+    capsys.readouterr()
+    for where in ("run", "run/checkpoint.pt"):
+        assert show.main(["--learned", where, "--input", "notes.txt", "--layer", "1"]) == 0
+        title, *rows = capsys.readouterr().out.splitlines()
+        assert "layers.1.self_attn) on bytes of notes.txt" in title and len(rows) == 8
 
 
 def test_ruined_weights_are_not_saved():

@@ -130,7 +130,8 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
         # Patterns of functions differ by identity alone; their text is the same.
         text = _text(layers)
     cores = _learned_cores(model, layers)
-    (name,) = _register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
+    name = f"dap_{sha256(text.encode()).hexdigest()[:12]}"
+    implementation = _Implementation(name, layers)
     before = getattr(model.config, "_attn_implementation", None)
     adapt(model, name)
     model.set_attn_implementation(name)  # pyrefly: ignore[not-callable]
@@ -152,7 +153,19 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
             module.compute_bias = MethodType(compute_bias, module)  # pyrefly: ignore[bad-argument-type]
     for module, core in cores.items():
         setattr(module, CORE, core)
+    model.dap_implementation = implementation  # pyrefly: ignore[bad-argument-type]
     return name
+
+
+class _Implementation:
+    """Registration that a pickled model takes along: another process does not know the name."""
+
+    def __init__(self, name: str, layers: Resolved) -> None:
+        self.named = name, layers
+        _register({name: layers})
+
+    def __reduce__(self) -> tuple[type[_Implementation], tuple[str, Resolved]]:
+        return _Implementation, self.named
 
 
 def compute_bias(

@@ -137,7 +137,7 @@ def model_mask(
         refusal = must("a cache that drops keys must come with a window", f"keys from {first_key} on and no window")
     batch = _batch(batch_size, attention_mask, documents)
     real = known = starts = None
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling() or (attention_mask is not None and attention_mask.is_meta)
     if attention_mask is not None and (compiling or not bool(attention_mask.all())):
         missing = first_key + kv_length - attention_mask.shape[1]
         known = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))

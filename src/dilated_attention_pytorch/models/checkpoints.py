@@ -260,8 +260,10 @@ def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Na
     """`given` with what follows from the rest: shared embeddings, norms the original lacks, a bias torchscale lacks."""
     if isinstance(model, LongNetLM):
         embedding, out = theirs["token_embedding.weight"], theirs["out.weight"]
-        if model.config.tie_embeddings and embedding in given:
-            given = {out: given[embedding], **given}
+        if model.config.tie_embeddings and not {embedding, out}.isdisjoint(given):
+            # safetensors' save_model stores either name of a shared tensor.
+            shared = given[embedding if embedding in given else out]
+            given = {embedding: shared, out: shared, **given}
             two = given[out].float(), given[embedding].float()
             if two[0].shape == two[1].shape and not torch.equal(*two):
                 raise must("tied embeddings must be given equal embeddings", "two", "Set tie_embeddings=False.")

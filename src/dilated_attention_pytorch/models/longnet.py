@@ -304,7 +304,12 @@ class LongNetLM(nn.Module):
             raise must('reduction must be "mean", "sum" or "none"', repr(reduction))
         rows = max(1, LOGITS_AT_A_TIME // self.config.num_tokens)
         flat = targets.flatten().long()
-        each = _ChunkedLoss.apply(*self._unembedded(hidden), flat, ignore_index, rows)
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            # A transform maps and differentiates torch's operations, on all logits at once.
+            logits = F.linear(*self._unembedded(hidden)).to(torch.promote_types(hidden.dtype, torch.float32))
+            each = F.cross_entropy(logits, flat, ignore_index=ignore_index, reduction="none")
+        else:
+            each = _ChunkedLoss.apply(*self._unembedded(hidden), flat, ignore_index, rows)
         if reduction == "none":
             return each.view_as(targets)
         return each.sum() if reduction == "sum" else each.sum() / (flat != ignore_index).sum()
@@ -321,9 +326,9 @@ class LongNetLM(nn.Module):
     def _embed(self, tokens: Tensor, embedding: nn.Embedding | None = None, first: int = 0) -> Tensor:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise must("tokens must be integers of shape (batch, n)", f"{tokens.dtype} {tuple(tokens.shape)}")
-        embedding = embedding or self.token_embedding
+        embedding, tokens = embedding or self.token_embedding, tokens.long()
         try:
-            x = embedding(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+            x = embedding(tokens)
         except IndexError:
             came = f"{int(tokens.min())} to {int(tokens.max())}"
             raise IndexError(f"tokens must be ids from 0 to {embedding.num_embeddings - 1}, got {came}") from None
@@ -377,14 +382,14 @@ class LongNetLM(nn.Module):
             for step in range(max_new_tokens):
                 first = prompt.shape[1] + step - 1 if step else 0
                 hidden = self.long_net.decode(self._embed(ids, first=first), memory, caches=caches)
-                ids = draw(self.out(hidden[:, -1])).to(dtype)[:, None]
+                ids = draw(self.out(hidden[:, -1]))[:, None]
                 if stop is not None:
                     ids = ids.masked_fill(done[:, None], stop)
                     done |= ids[:, 0] == stop
                 generated.append(ids)
                 if stop is not None and bool(done.all()):
                     break
-            return torch.cat(generated, 1) if generated else prompt[:, :0].to(dtype)
+            return (torch.cat(generated, 1) if generated else prompt[:, :0]).to(dtype)
 
 
 def fairseq_sinusoids(first: int, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -34,12 +35,12 @@ class KVCache:
     """
 
     def __init__(
-        self, pattern: Pattern | str, length: int | None = None, prompt_lengths: Sequence[int] | None = None
+        self, pattern: Pattern | str, length: int | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
         self.pattern = as_pattern(pattern)
         check_decodable(self.pattern, length)
         self.length = length
-        self.prompt_lengths = None if prompt_lengths is None else list(prompt_lengths)
+        self.prompt_lengths = None if prompt_lengths is None else [index(length) for length in prompt_lengths]
         self.lengths: list[int] = []
         """Tokens read so far, of each sample."""
         self.live = LiveKeys()

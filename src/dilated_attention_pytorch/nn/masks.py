@@ -96,10 +96,10 @@ def check_mask(attn_mask: Tensor, batch: int, heads: int, queries: int, keys: in
 def mask_pattern(attn_mask: Tensor, batch: int, heads: int) -> Pattern | None:
     """An attention mask as a pattern; None if it adds finite values, differs by sample or joins two lengths.
 
-    While `torch.compile` traces, values are unknown and every mask is None.
+    While `torch.compile` traces and on the meta device, values are unknown and every mask is None.
     """
-    n = attn_mask.shape[-1]
-    if torch.compiler.is_compiling() or attn_mask.requires_grad or attn_mask.shape[-2] != n or not attn_mask.numel():
+    n, is_unknown = attn_mask.shape[-1], torch.compiler.is_compiling() or attn_mask.is_meta
+    if is_unknown or attn_mask.requires_grad or attn_mask.shape[-2] != n or not attn_mask.numel():
         return None
     mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
     if mask is not attn_mask and not (mask | (attn_mask == 0)).all():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..compat import names_replacements
 from ..errors import must
-from ..ops.checks import unexpected
+from ..ops.checks import check_dense, unexpected
 from ..ops.memory_budget import check_budget
 from ..ops.weights import attention_weights
 from ..patterns import Causal, Dilated, Full, Pattern, as_pattern
@@ -199,6 +199,7 @@ class MultiheadSparseAttention(Projections, Planned):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         widths = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, tensor, width in widths:
+            check_dense(name, tensor)
             if tensor.dim() != 3 or tensor.shape[2] != width:
                 raise must(f"{name} must have shape (batch, n, {width})", tuple(tensor.shape))
         if not batched:

@@ -407,7 +407,9 @@ _traced_operand._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:
-    """Whether autograd or a function transform must record the call."""
+    """Whether autograd or a function transform must record the call; in exported programs the operators do."""
+    if torch.compiler.is_exporting():
+        return False
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
@@ -522,9 +524,7 @@ class _EagerAttention(torch.autograd.Function):
         return *grads, grads.bias if isinstance(grads, BiasedGradients) else None, grad_sink, None
 
 
-# Without gradients: an exported program calls the operator itself, also with parameters.
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
-@torch.no_grad()
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     resolved = resolve_call(query, key, value, CallSettings(*settings))
     return tuple(resolved.forward(resolved.call(query, key, value)))  # pyrefly: ignore[bad-return]
@@ -546,6 +546,12 @@ def resolve_call(query: Tensor, key: Tensor, value: Tensor, settings: CallSettin
     call = call_of(query, key, value, settings)
     name, runner = choose(call, settings.backend)
     return ResolvedCall(settings, call.plan, call.pattern, name, runner)
+
+
+# An exported program calls the operator itself, also in training.
+torch.library.register_autograd(
+    "dilated_attention::forward", _Attention.backward, setup_context=_Attention.setup_context, lib=_library
+)
 
 
 @torch.library.register_fake("dilated_attention::forward", lib=_library)

@@ -33,10 +33,18 @@ def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Context without autocast, which would round float32 products."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _nothing
+    rounds = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if rounds else _nothing
 
 
 _nothing = nullcontext()
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a nested tensor, whose shape torch does not give."""
+    if tensor.is_nested:
+        advice = "Concatenate the sequences along n in a batch of one and pass cu_seqlens."
+        raise must_be(f"{name} must be a dense tensor", "a nested one", advice)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True) -> None:
@@ -45,9 +53,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
-        if tensor.is_nested:
-            advice = "Concatenate the sequences along n in a batch of one and pass cu_seqlens."
-            raise must_be(f"{name} must be a dense tensor", "a nested one", advice)
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             raise must(
                 f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}"

@@ -534,6 +534,14 @@ class _ObservedSelected(torch.autograd.Function):
         return operators.split_batch(_ObservedSelected.apply(*tensors, *arguments[8:]), info.batch_size)
 
 
+torch.library.register_autograd(
+    "dilated_attention::selected_forward",
+    _ObservedSelected.backward,
+    setup_context=_ObservedSelected.setup_context,
+    lib=_library,
+)
+
+
 class _Selected(torch.autograd.Function):
     """Attention, unless already computed, and its backward; scores get gradients from distillation, not the loss."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..errors import must
+from ..errors import must, must_be
 from ..ops.checks import check_tensors
 from ..ops.derivatives import scale_of
 from .indices import GRANULARITIES
@@ -72,6 +72,8 @@ def select_blocks(
     if granularity not in GRANULARITIES:
         raise must(f"granularity must be one of {', '.join(map(str, GRANULARITIES))}", granularity)
     top_p = isinstance(budget, float)
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise must_be("budget must be a number of blocks, or a share as a float", repr(budget))
     if not (0 < budget <= 1 if top_p else budget >= 1):
         raise must("budget must be a count >= 1, or a share in (0, 1]", budget)
     if k_min < 1:

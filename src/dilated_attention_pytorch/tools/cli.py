@@ -51,21 +51,25 @@ def overview() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit status: 0 done, 1 a result is wrong or does not fit, 2 wrong use, 130 interrupted."""
     given = sys.argv[1:] if arguments is None else arguments
+    leave(lambda: _run(given))
+
+
+def _run(given: list[str]) -> int:
     name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name in ("-h", "--help"):
         print(overview())
-        sys.exit(0 if given else 2)
+        return 0 if given else 2
     if name == "--version":
         from .. import __version__
 
         print(__version__)
-        sys.exit(0)
+        return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Commands: {', '.join(COMMANDS)}."
         print(f"dap: no command {name!r}. {hint}", file=sys.stderr)
-        sys.exit(2)
-    leave(lambda: load(name)(rest))
+        return 2
+    return load(name)(rest)
 
 
 if __name__ == "__main__":

@@ -190,12 +190,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def leave(command: Callable[[], int]) -> NoReturn:
-    """Run a command and exit: 0 done, 1 a result is wrong or does not fit, 2 wrong use, 130 interrupted."""
+    """Run a command and exit: 0 done, 1 a result is wrong or does not fit, 2 wrong use, 130 interrupted, 141 unread."""
     try:
-        status = command()
+        try:
+            status = command()
+        finally:
+            print(end="", flush=True)
     except KeyboardInterrupt:
         status = 130
-    except (ValueError, BackendUnsupported, OSError) as error:
+    except OSError as error:
+        # The interpreter must not write again what stdout has not taken.
+        sys.stdout = None  # pyrefly: ignore[bad-assignment]
+        status = 141 if isinstance(error, BrokenPipeError) else 2
+        if status == 2:
+            print(f"dap: {error}", file=sys.stderr)
+    except (ValueError, BackendUnsupported) as error:
         print(f"dap: {error}", file=sys.stderr)
         status = 2
     except (MemoryError, RuntimeError) as error:
@@ -214,7 +223,7 @@ def print_json(data: Any) -> None:
 
 def bold(text: str) -> str:
     """Text in bold on a terminal, unchanged in a file or a pipe."""
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    plain = not (sys.stdout and sys.stdout.isatty()) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     return text if plain else f"\x1b[1m{text}\x1b[0m"
 
 

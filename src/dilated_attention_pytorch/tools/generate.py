@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import must
-from .console import Parser, device_of, leave, positive, print_json, tokens
+from .console import Parser, device_of, leave, positive, print_json, tokens, whole
 from .train_settings import SAVED, TrainSettings
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("-n", "--tokens", read=tokens, default=256, metavar="COUNT", help="bytes to write")
     parser.option("--temperature", type=float, default=0.8, metavar="X", help="0 always selects the most likely byte")
     parser.option("--top-p", read=positive, metavar="X", help=f"total probability of sampled bytes; {TOP_P} by default")
-    parser.option("--top-k", read=tokens, help="sample from this many most likely bytes")
+    parser.option("--top-k", read=whole(1), metavar="COUNT", help="sample from this many most likely bytes")
     parser.option("--seed", type=int, default=0, metavar="N", help="seed of the sampling")
     parser.device()
     parser.json("print prompt and text as one JSON object")

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from ..errors import must
+from ..models import LongNetLM
 from ..models.adaptive_checkpoints import AdaptiveLayer, load_adaptive
-from ..models.checkpoints import read_state
+from ..models.checkpoints import State, read_state
 from ..nn import LearnedPattern, MultiheadBlockSparseAdaptive
+from .generate import load_model
+from .train_settings import SAVED
 
 TENSOR_FILES = (".safetensors", ".pt", ".pth")
 MOST_BYTES = 4096
@@ -35,7 +38,7 @@ def draw_learned(
 
     Returns a title, the tokens, the tokens along a cell, and the share of kept pairs in each cell.
     """
-    layers, state = load_adaptive(checkpoint, settings)
+    layers, state = _load(checkpoint, settings)
     if not 0 <= layer < len(layers):
         named = ", ".join(f"{index} ({one.name or 'the model itself'})" for index, one in enumerate(layers))
         raise must(f"layer must be one of {named}", layer)
@@ -50,6 +53,28 @@ def draw_learned(
     title = f"{checkpoint.name} layer {layer}" + (f" ({selected.name})" if selected.name else "")
     cell, share = _cells(pattern, head, width)
     return f"{title} on {about}, {coverage}", pattern.selection.n, cell, share
+
+
+def _load(checkpoint: Path, settings: Mapping[str, Any] | None) -> tuple[list[AdaptiveLayer], State | LongNetLM]:
+    """The adaptive layers of a checkpoint and its tensors, or the model of a run of `dap train`."""
+    run = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if run != checkpoint and not (checkpoint.name == SAVED and (run / "log.jsonl").is_file()):
+        return load_adaptive(checkpoint, settings)
+    if settings is not None:
+        raise must("settings must be given once", f"the run {run}, which holds them")
+    model = load_model(run)
+    modules = [(name, x) for name, x in model.named_modules() if isinstance(x, MultiheadBlockSparseAdaptive)]
+    if not modules:
+        raise must("the model of a run must hold an adaptive layer", f"none in {run}")
+    return [AdaptiveLayer(name, module, True) for name, module in modules], model
+
+
+def _hidden(model: LongNetLM, layer: AdaptiveLayer, token: Tensor) -> Tensor:
+    """Input (1, n, width) of a layer of a model that reads a text."""
+    inputs: list[Tensor] = []
+    with torch.no_grad(), layer.module.register_forward_pre_hook(lambda _, given: inputs.append(given[0])):
+        model(token[None])
+    return inputs[0]
 
 
 def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[list[float]]]:
@@ -78,7 +103,7 @@ def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[li
 
 
 def _input(
-    layer: AdaptiveLayer, index: int, state: Mapping[str, Tensor], source: Path | None, n: int | None
+    layer: AdaptiveLayer, index: int, state: State | LongNetLM, source: Path | None, n: int | None
 ) -> tuple[tuple[Tensor, ...], str]:
     """Input of the module, one sample, and its description."""
     module = layer.module
@@ -130,11 +155,17 @@ def _tensors(layer: AdaptiveLayer, given: Mapping[str, Tensor], name: str) -> tu
 
 
 def _text(
-    layer: AdaptiveLayer, index: int, state: Mapping[str, Tensor], source: Path, n: int | None
+    layer: AdaptiveLayer, index: int, state: State | LongNetLM, source: Path, n: int | None
 ) -> tuple[tuple[Tensor, ...], str]:
     module, kinds = layer.module, ", ".join(TENSOR_FILES)
     if not isinstance(module, MultiheadBlockSparseAdaptive):
         raise must("an input of bytes must go to a layer with projections", "none", f"Give query and key in {kinds}.")
+    text = source.read_bytes()[: n or MOST_BYTES]
+    if not text:
+        raise must("input must have at least one byte", "an empty file")
+    token = torch.tensor(list(text))
+    if isinstance(state, LongNetLM):
+        return (_hidden(state, layer, token),), f"bytes of {source.name}"
     advice = f"Give hidden states in {kinds}."
     if index:
         raise must("an input of bytes must go to the first layer; later layers read hidden states", index, advice)
@@ -142,10 +173,6 @@ def _text(
     if len(tables) != 1:
         came = ", ".join(tables) or "none"
         raise must(f"a checkpoint must hold one embedding of bytes, {module.embed_dim} wide", came, advice)
-    text = source.read_bytes()[: n or MOST_BYTES]
-    if not text:
-        raise must("input must have at least one byte", "an empty file")
-    token = torch.tensor(list(text))
     return (state[tables[0]][token].float()[None],), f"bytes of {source.name} through {tables[0]}"
 
 

@@ -159,9 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.heads(None, "query heads of a pattern; 4 by default")
     parser.option("--head", read=whole(0, MOST_HEADS), default=0, help="head to draw")
     parser.option("--beside", metavar="PATTERN", help="a second pattern, drawn beside the first")
-    parser.option(
-        "--learned", type=Path, metavar="FILE", help="instead of a pattern: a checkpoint with adaptive layers"
-    )
+    text = "instead of a pattern: a checkpoint with adaptive layers, or the folder of `dap train`"
+    parser.option("--learned", type=Path, metavar="FILE", help=text)
     parser.option("--layer", read=whole(0), help="adaptive layer of the checkpoint; the first by default")
     text = "input of the layer: hidden, or query and key, in a tensor file; or bytes"
     parser.option("--input", type=Path, metavar="FILE", help=text)

@@ -202,9 +202,11 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         Returns:
             (B, N, H, E).
         """
-        if torch.compiler.is_dynamo_compiling():
-            if is_traceable(self, return_pattern):
-                return traced_attention(self, query, key, value, is_causal, key_padding_mask)
+        is_compiled = torch.compiler.is_dynamo_compiling()
+        without_values = is_compiled or torch.compiler.is_exporting() or query.is_meta
+        if without_values and is_traceable(self, return_pattern):
+            return traced_attention(self, query, key, value, is_causal, key_padding_mask)
+        if is_compiled:
             return self._untraced(query, key, value, is_causal, return_pattern, key_padding_mask=key_padding_mask)
         # Short dense calls take so little GPU time that host time counts: these checks stand for all others. Calls with
         # gradients do not use torch's attention, whose gradients may differ from run to run.

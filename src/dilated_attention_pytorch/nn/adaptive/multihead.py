@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...errors import must
+from ...ops.checks import check_dense
 from ...patterns import Full
 from ...plan import Plan
 from ..block_sparse_config import SparsePatternConfig
@@ -123,6 +124,7 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
                 raise must("return_pattern must come with one whole sequence", "a cache")
             key = query if key is None else key
             value = key if value is None else value
+            check_dense("query", query)
             if query.dim() != 3 or key.shape[:2] != query.shape[:2]:
                 came = (tuple(query.shape), tuple(key.shape))
                 raise must("query and key must have one shape (batch, n, width)", came)

@@ -70,9 +70,6 @@ def traced_attention(
     parameters = *stacked.stacks, *stacked[1:5]
     settings = padding, text, is_causal, scale, core.backend, distills
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if torch.is_grad_enabled():
-        # A traced autograd function takes each of its tensors once.
-        return _Learned.apply(q, k.view_as(k), v.view_as(v), *settings, *parameters)[0].transpose(1, 2)
     return torch.ops.dilated_attention.learned_forward(q, k, v, parameters, *settings)[0].transpose(1, 2)
 
 
@@ -162,23 +159,21 @@ def _backward_fake(query: Tensor, key: Tensor, value: Tensor, parameters: list[T
     return [*(x.new_empty(x.shape) for x in (query, key, value)), *map(torch.empty_like, parameters)]
 
 
-class _Learned(torch.autograd.Function):
-    """The operators as one differentiable function; the scorer learns in its backward pass."""
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, parameters, padding, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, padding, *parameters, *output)
+    ctx.mark_non_differentiable(output[1])
 
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.dilated_attention.learned_forward(query, key, value, rest[6:], *rest[:6])
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.settings = inputs[4:9]
-        ctx.save_for_backward(*inputs[:4], *inputs[9:], *output)
-        ctx.mark_non_differentiable(output[1])
+def _differentiated(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Any, ...]:
+    query, key, value, padding, *parameters, output, lse = ctx.saved_tensors
+    grad_output = grad_output.contiguous()
+    given = query, key, value, parameters, output, lse, grad_output, padding, *ctx.settings
+    grads = torch.ops.dilated_attention.learned_backward(*given)
+    return *grads[:3], grads[3:], *(None,) * 6
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        query, key, value, padding, *parameters, output, lse = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
-        given = query, key, value, parameters, output, lse, grad_output, padding, *ctx.settings
-        grads = torch.ops.dilated_attention.learned_backward(*given)
-        return *grads[:3], *(None,) * 6, *grads[3:]
+
+# The scorer learns in the backward pass.
+torch.library.register_autograd(
+    "dilated_attention::learned_forward", _differentiated, setup_context=_save, lib=_library
+)
