@@ -14,13 +14,18 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+from kernels.compile_record import Check
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 
+TARGET = GPUTarget("cuda", 90, 32)
+
 
 def compile_source(source: Any, options: dict[str, Any]) -> Any:
     """A compiled kernel that holds the assembler's report instead of machine code, so that it is assembled once."""
+    if Check.running is not None:
+        Check.running.begin(source, TARGET, options)
     return _compile(source, options, "assembler_reports", make_cubin=_assemble)
 
 
@@ -34,7 +39,7 @@ def _compile(source: Any, options: dict[str, Any], folder: str, **stages: Any) -
     with mock.patch.multiple(CUDABackend, **stages), knobs.cache.scope():
         # Triton's own cache holds machine code.
         knobs.cache.dir = str(Path(knobs.cache.dir, folder))
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        return triton.compile(source, target=TARGET, options=options)
 
 
 def report(compiled: Any) -> str:
