@@ -140,6 +140,9 @@ SINKS = {
     "sink, large": (problem("window:100 & causal", 400), 1e9),
 }
 """Problems, and the sink of the first head; other sinks are random."""
+SINKS_IN_ANY_ORDER = ("sink, split rows, blocks of 64", "sink, ladder", "sink, infinite")
+SINKS_IN_ANY_ORDER += ("sink, minus infinity, rows without keys",)
+"""With dQ in any order, whose sum reads no sink: rows that are split, strided, masked whole and without keys."""
 
 
 def padding_of(trial, kind):
@@ -314,7 +317,7 @@ PADDING_FAULTS = {
 
 
 def run_fault(name, change):
-    """Largest error of a call whose kernels have a fault, or the name of the exception it raised."""
+    """Error of a call whose kernels have a fault, under a second schedule if small; or the exception it raised."""
     emulate({change[0]: change[1:]})
     trial = problem("window:150 & causal", 900, block_size=256)
     if name in SMALL_FAULTS:
@@ -327,7 +330,8 @@ def run_fault(name, change):
         counters = torch.zeros(8, dtype=torch.int32)
         hopper_backend.item_counters = lambda device, count: counters[:count]
         reproducible_gradients(change[0] in ("gather_row_step", "stream_tile", "gather_keys" if padded else None))
-        return max(max(run(trial, torch.float32, padding=padding).values()) for _ in range(2))
+        errors = (max(run(trial, torch.float32, padding=padding).values()) for _ in range(2))
+        return next((error for error in errors if not error <= 1e-3), 0.0)
     except EmulationError as error:
         return str(error)
 
@@ -370,9 +374,7 @@ IN_TURNS = {
     "ladder, heads of two offsets": problem("dilated:384x1,768x2;heads=split", 768, heads=4, key_heads=2),
 }
 """With at least three entries at some tile of dQ, so that their order shows."""
-SCHEDULES = [
-    (programs, resident, 100 * seed) for programs, resident in ((3, 3), (5, 2), (20, 24)) for seed in (1, 2, 3)
-]
+SCHEDULES = [(3, 3, 100), (5, 2, 100), (5, 2, 200), (20, 24, 100), (20, 24, 200), (20, 24, 300)]
 """Number of programs, number that run at a time, and seed."""
 
 
@@ -547,6 +549,8 @@ def run_calls(ordered):
         errors = run(trial, dtype, padding=padding_of(trial, kind))
         print(json.dumps({"trial": name + more} | errors), flush=True)
     for name, (trial, first) in SINKS.items():
+        if not ordered and name not in SINKS_IN_ANY_ORDER:
+            continue
         dtype = torch.float16 if "half" in name else torch.float32
         sink = torch.randn(trial.heads, generator=torch.Generator().manual_seed(2)).to(dtype)
         sink[0] = first

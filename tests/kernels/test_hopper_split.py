@@ -111,10 +111,12 @@ def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
 
 @pytest.mark.slow
 @BOTH_ORDERS
-@pytest.mark.parametrize(("kind", "count"), [("width", 11), ("scale", 4), ("padded", 12), ("sink", 11)])
-def test_widths_scales_padding_and_sinks_match_oracle(order, kind, count):
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("width", (11, 11)), ("scale", (4, 4)), ("padded", (12, 12)), ("sink", (11, 4))]
+)
+def test_widths_scales_padding_and_sinks_match_oracle(order, kind, counts):
     calls = {name: errors for name, errors in trials(order).items() if name.startswith(kind)}
-    assert len(calls) == count
+    assert len(calls) == counts[order == "any-order"]
     for name, errors in calls.items():
         errors = {what: error for what, error in errors.items() if what != "pieces"}
         assert max(errors.values()) <= (2e-3 if "half precision" in name else 2e-6), (name, errors)
