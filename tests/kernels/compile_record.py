@@ -14,13 +14,15 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dilated_attention_pytorch.tools.bench.measure import git_sha
 
+Compilations = Sequence[tuple[Any, dict[str, Any]]]
+"""Sources and options."""
 RECORD = Path(__file__).with_suffix(".json")
 """Digests by release of Triton and test."""
 SAMPLE = 10
@@ -32,7 +34,7 @@ class Unchanged(Exception):
 
 
 class Check:
-    """Test of one compiled kernel."""
+    """Test of compiled kernels."""
 
     running: Check | None = None
 
@@ -41,10 +43,10 @@ class Check:
         self.text = "".join(Path(file).read_text(encoding="utf-8") for file in files)
         self.release = self.digest = ""
 
-    def begin(self, source: Any, target: Any, options: dict[str, Any]) -> None:
-        """Take the digest of the inputs of a compilation; raise `Unchanged` if it is recorded and not in the sample."""
-        assert not self.digest, "a test with a record compiles one kernel"
-        self.release, inputs = inputs_of(source, target, options)
+    def begin(self, target: Any, compilations: Compilations) -> None:
+        """Take the digest of the inputs of compilations; raise `Unchanged` if it is recorded and not in the sample."""
+        assert not self.digest, "a test with a record compiles all its kernels in one call"
+        self.release, inputs = inputs_of(target, compilations)
         self.digest = digest(self.name, self.text, *inputs)
         unchanged = stored().get(self.release, {}).get(self.name) == self.digest
         if unchanged and not os.environ.get("DAP_COMPILE") and not is_sampled(self.name, commit()):
@@ -57,10 +59,10 @@ class Check:
 
 
 def passes_once(*modules: ModuleType) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a test of one compiled kernel, which ends at a compilation that is recorded as passed.
+    """Decorator of a test of compiled kernels, which ends before compilations that are recorded as passed.
 
-    The digest covers everything from which the result follows: Triton, its assembler and settings, the source of the
-    kernel and of the functions that it calls, constants, types and options, the parameters of the test, and the text
+    The digest covers everything from which the result follows: Triton, its assembler and settings, the sources of the
+    kernels and of the functions that they call, constants, types and options, the parameters of the test, and the text
     of its module, of the module that compiles and of `modules`. The record of one release of Triton says nothing of
     another, where every test compiles.
     """
@@ -86,16 +88,19 @@ def passes_once(*modules: ModuleType) -> Callable[[Callable[..., None]], Callabl
     return decorate
 
 
-def inputs_of(source: Any, target: Any, options: dict[str, Any]) -> tuple[str, list[str]]:
-    """Release of Triton, and the parts of the key of its own cache."""
+def inputs_of(target: Any, compilations: Compilations) -> tuple[str, list[str]]:
+    """Release of Triton, and the parts of the keys of its own cache."""
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
 
     backend = make_backend(target)
-    settings = backend.parse_options(options | source.parse_options())
     environment = sorted(get_cache_invalidating_env_vars().items())
-    return triton.__version__, [compiler(), source.hash(), backend.hash(), settings.hash(), str(environment)]
+    keys = sorted(
+        f"{source.hash()} {backend.parse_options(options | source.parse_options()).hash()}"
+        for source, options in compilations
+    )
+    return triton.__version__, [compiler(), backend.hash(), str(environment), *keys]
 
 
 @functools.cache

@@ -24,11 +24,11 @@ def compilations(tmp_path, monkeypatch):
 
 
 def compiling(compilations, *modules, passes=True):
-    """A test that compiles one kernel."""
+    """A test that compiles kernels."""
 
     @passes_once(*modules)
     def test():
-        Check.running.begin(None, None, {})
+        Check.running.begin(None, [])
         compilations.append(1)
         assert passes
 
@@ -91,13 +91,13 @@ def test_failures_are_not_recorded(compilations):
     assert Check.running is None
 
 
-def test_a_test_with_a_record_compiles_one_kernel(compilations):
+def test_a_test_with_a_record_compiles_in_one_call(compilations):
     @passes_once()
     def test():
-        Check.running.begin(None, None, {})
-        Check.running.begin(None, None, {})
+        Check.running.begin(None, [])
+        Check.running.begin(None, [])
 
-    with pytest.raises(AssertionError, match="one kernel"):
+    with pytest.raises(AssertionError, match="in one call"):
         test()
 
 
@@ -120,17 +120,22 @@ def test_keys_follow_the_source_of_a_kernel(tmp_path):
         "@triton.jit\ndef kernel(p_x):\n    tl.store(p_x, inner(tl.load(p_x)))\n"
     )
 
-    def inputs(text, kind="*fp32", **options):
+    def source_of(text, kind="*fp32"):
         path = tmp_path / "kernels_of_a_test.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(f"kernels_{abs(hash(text))}", path)
         sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        source = ASTSource(module.kernel, {"p_x": kind}, {}, {})
-        return compile_record.inputs_of(source, GPUTarget("cuda", 90, 32), OPTIONS | options)[1]
+        return ASTSource(module.kernel, {"p_x": kind}, {}, {})
 
-    plain = inputs(program)
-    assert plain == inputs(program) and triton.__version__ in plain[0]
-    assert plain != inputs(program.replace("x + 1", "x + 2"))
-    assert plain != inputs(program, num_warps=8)
-    assert plain != inputs(program, kind="*fp16")
+    def inputs(*sources, **options):
+        compilations = [(source, OPTIONS | options) for source in sources]
+        return compile_record.inputs_of(GPUTarget("cuda", 90, 32), compilations)[1]
+
+    source, other = source_of(program), source_of(program.replace("x + 1", "x + 2"))
+    plain = inputs(source)
+    assert plain == inputs(source_of(program)) and triton.__version__ in plain[0]
+    assert plain != inputs(other)
+    assert plain != inputs(source, num_warps=8)
+    assert plain != inputs(source_of(program, "*fp16"))
+    assert inputs(source, other) == inputs(other, source) != plain
