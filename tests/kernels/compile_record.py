@@ -25,7 +25,7 @@ Compilations = Sequence[tuple[Any, dict[str, Any]]]
 """Sources and options."""
 RECORD = Path(__file__).with_suffix(".json")
 """Digests by release of Triton and test."""
-SAMPLE = 10
+SAMPLE = 20
 """One in so many recorded compilations is repeated, another one at each commit."""
 
 
