@@ -120,7 +120,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "hopper window": lambda: hopper_attention("window:100"),
     "hopper ladder": lambda: hopper_attention(LADDER),
     "hopper ladder, widths 80 and 96": lambda: hopper_attention(LADDER, 80, 96),
-    "hopper padding": lambda: hopper_attention(LADDER, padded=True),
+    "hopper padding": lambda: hopper_attention("window:100", padded=True),
     "learned blocks": lambda: learned_attention(64),
     "learned tokens": lambda: learned_attention(1),
     "index tensors": normal_forms,

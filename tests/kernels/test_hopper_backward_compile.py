@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernels import test_hopper_compile
+from kernels.compile_record import passes_once
 from kernels.test_hopper_compile import SHARED_MEMORY, unordered_signals
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
@@ -110,6 +112,7 @@ def assert_fits(compiled, log, spilled, programs=1):
         (128, 64, torch.float16, False, "strided padded", 224),
     ],
 )
+@passes_once(test_hopper_compile)
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
@@ -160,6 +163,7 @@ def assert_adds_in_turns(ptx):
         *((128, 64, kind, 16) for kind in ("plain", "split padded", "joining strided, narrow rows")),
     ],
 )
+@passes_once(test_hopper_compile)
 def test_query_gradient_fits_a_multiprocessor(d, block, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dq_kernel import attention_dq_bwd_kernel
 
@@ -187,6 +191,7 @@ def test_query_gradient_fits_a_multiprocessor(d, block, kind, spilled):
 
 
 @pytest.mark.parametrize(("d", "spilled"), [(64, 320), (128, 224)])
+@passes_once(test_hopper_compile)
 def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled):
     from dilated_attention_pytorch.selection.kernels import hopper_gathered
     from dilated_attention_pytorch.selection.kernels.hopper_gathered_kernel import chosen_bwd_kernel

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernels.compile_record import passes_once
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
@@ -145,6 +146,7 @@ def test_unordered_signals_are_detected():
         (128, 64, torch.bfloat16, "strided unevenly padded, narrow rows, run of rows", 64),
     ],
 )
+@passes_once(triton_abi)
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper.forward_kernel import attention_fwd_kernel
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from kernels.assembler import compile_source, report
+from kernels.compile_record import passes_once
 
 SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
@@ -92,6 +93,7 @@ def compile_named(name, d, table, rows="*bf16", features=(), **flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+@passes_once()
 def test_kernel_fits_a_multiprocessor(name, d, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -111,6 +113,7 @@ def test_kernel_fits_a_multiprocessor(name, d, monkeypatch):
     [CAP, BIAS, CAP + BIAS_BY_PLACE, CAP + BIAS_BY_HEAD],
     ids=["cap", "bias", "cap-places", "cap-places-by-head"],
 )
+@passes_once()
 def test_kernels_with_scores_changed_fit(name, d, rows, features, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -125,6 +128,7 @@ def test_kernels_with_scores_changed_fit(name, d, rows, features, monkeypatch):
 
 @pytest.mark.parametrize("features", [ONE_AXIS, (*ONE_AXIS, "p_key_places")], ids=["for all heads", "by head"])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+@passes_once()
 def test_kernels_with_positions_on_one_axis_compile(name, features, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -136,6 +140,7 @@ def test_kernels_with_positions_on_one_axis_compile(name, features, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
+@passes_once()
 def test_forward_with_a_sink_fits(d, split, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -147,6 +152,7 @@ def test_forward_with_a_sink_fits(d, split, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "d"), [("forward", 64), ("dkv", 128)])
+@passes_once()
 def test_float32_kernels_are_small_enough_to_compile_quickly(name, d, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -167,6 +173,7 @@ PACKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+@passes_once()
 def test_kernels_of_packed_documents_fit_a_multiprocessor(name, packed, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -178,6 +185,7 @@ def test_kernels_of_packed_documents_fit_a_multiprocessor(name, packed, monkeypa
 
 
 @pytest.mark.slow
+@passes_once()
 def test_bit_masks_compile_in_single_precision(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward

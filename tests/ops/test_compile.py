@@ -50,14 +50,17 @@ def leaves(n, heads=4, key_heads=4, dtype=torch.float64, grad=True):
     return [torch.randn(2, h, n, 16, dtype=dtype, requires_grad=grad) for h in shapes]
 
 
-@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("optional", ["plain", "padded", "dropout", "packed", "biased", "sink"])
+OPTIONAL = ["plain", "padded", "dropout", "packed", "biased", "sink"]
+
+
+@pytest.mark.parametrize("optional", OPTIONAL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck_of_both_operators(dtype, optional, layout):
+def test_opcheck_of_both_operators(dtype, optional):
     q, k, v = leaves(40, dtype=dtype, grad=False)
     if optional == "packed":
         q, k, v = (t[:1] for t in (q, k, v))
-    if layout == "bnhd":
+    # Tokens come before heads in half of the calls, for every type and every optional input.
+    if (OPTIONAL.index(optional) + (dtype == torch.bfloat16)) % 2:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     settings = (
         torch.arange(40)[None].expand(2, 40) > 30 if optional == "padded" else None,
