@@ -82,13 +82,13 @@ BLOCK_NAMES = tuple(
         "dense",
         "random",
         *(f"{row}, {form}" for form in (COARSE, FULL_RANK) for row in ("frozen", "learned")),
+        *START_NAMES[:2],
         "oracle",
         f"learned, {FULL_RANK}, guarded",
-        "learned, `score_unit=1, match_rank=32, temperature=16.0`",
     )
 )
 """Rows of the suite "blocks": models with heads of 64 and without a causal mask, where blocks of queries choose. The
-last two are measured at the first density alone."""
+last is measured at the first density alone."""
 SHAPES: dict[str, dict[str, Any]] = {
     "heads": {"heads": 4},
     "width": {"width": 64},
@@ -164,7 +164,7 @@ SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
         for task in ALL
         for name in BLOCK_NAMES
         for x in (
-            (1.0,) if name == BLOCK_NAMES[0] else (DENSITY,) if name in BLOCK_NAMES[-2:] else (DENSITY, LOW_DENSITY)
+            (1.0,) if name == BLOCK_NAMES[0] else (DENSITY,) if name == BLOCK_NAMES[-1] else (DENSITY, LOW_DENSITY)
         )
     ],
 }

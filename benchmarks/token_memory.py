@@ -204,7 +204,7 @@ def count_call(call: str, shape: Shape, backward: bool = False, device: torch.de
     tensors = (1 + backward) * (sum(x.nbytes for x in inputs) + results[0].nbytes)
     given = sum(x.nbytes for x in inputs) + (results[0].nbytes if backward else 0)
     extra = counted.peak + given - tensors
-    unit = {"unit": shape.layer().config.unit(is_causal=True)} if call == "layer" else {}
+    unit = {"unit": shape.layer().config.score_unit} if call == "layer" else {}
     return {
         "call": call, "tokens": shape.tokens, "lists": shape.lists, **unit, "backward": backward, "tensors": tensors,
         "extra": extra, "share": round(extra / tensors, 4), "largest": dict(counted.at_peak.most_common(8)),

@@ -151,25 +151,43 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 def _as_float16_has_it(x: Tensor) -> Tensor:
     """Rows, or blocks, of (b, h, r, u, p) with the digits of float16 beside the largest of each."""
-    size = 2.0 ** (x.abs().amax((3, 4), keepdim=True).log2().floor() - 14)
+    size = 2.0 ** (x.abs().amax(tuple(range(3, x.dim())), keepdim=True).log2().floor() - 14)
     return (x / size).half().to(x.dtype) * size
 
 
 def dense_scores(factors: Any, own: Tensor) -> Tensor:
-    """Scores of a learned choice by its `Factors`, (b, h, rows, t), for rows in those blocks."""
+    """Scores of a learned choice by its `Factors`, (b, h, rows, t), for scored rows in those blocks."""
     hidden = (factors.rows[:, :, own, None] + factors.columns[:, :, None]).relu()
     hidden = hidden if factors.keep is None else hidden * factors.keep[:, :, own, None]
     scores = (hidden * factors.weight[:, None, None]).sum(-1) + factors.bias[:, None, None]
     rank = factors.right.shape[-1]
     if rank:
         own = factors.own.to(scores.dtype).nan_to_num(0.0, 0.0, 0.0)
-        left = own if factors.project is None else torch.einsum("bhrad,hdp->bhrap", own, factors.project)
+        left = own if factors.project is None else torch.einsum("bhrd,hdp->bhrp", own, factors.project)
         left, right = (_as_float16_has_it(x) if factors.rounds else x for x in (left, factors.right))
-        pairs = torch.einsum("bhrad,bhtud->bhratu", left, right)
+        pairs = torch.einsum("bhrd,bhtud->bhrtu", left, right)
         if factors.right_there is not None:
-            pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
-        if factors.left_there is not None:
-            pairs = pairs.masked_fill(~factors.left_there[..., None, None], -torch.inf)
-        best = pairs.amax(-1).amax(3)
+            pairs = pairs.masked_fill(~factors.right_there[:, :, None], -torch.inf)
+        best = pairs.amax(-1)
         scores = scores + torch.where(best > -torch.inf, best, 0.0) / rank**0.5
     return scores / factors.log_temperature.exp().clamp(min=factors.coldest)[:, None, None]
+
+
+def selecting_scores(scores: Any, each: Tensor, with_own: bool | None = None) -> Tensor:
+    """Scores by which rows select (b, h, rows, t), from those of all scored rows; -inf for blocks that rows of queries
+    cannot list. The own block takes part `with_own`, by default where the budget is a coverage."""
+    if scores.per_token:
+        return each
+    t, together = each.shape[3], scores.selecting_rows
+    own, column = torch.arange(t)[:, None], torch.arange(t)
+    others = (column < own if scores.is_causal else column != own) & scores.visible[:, :, None]
+    logits = each.unflatten(2, (t, together))
+    logits = logits.masked_fill(~(others[:, :, :, None] & logits.isfinite()), -torch.inf)
+    with_own = scores.settings.budget.coverage is not None if with_own is None else with_own
+    share = logits.masked_fill((column == own)[:, None], 0.0) if with_own else logits
+    share = share.softmax(-1).nan_to_num(0.0)
+    if scores.present is not None:
+        share = share.masked_fill(~scores.present.unflatten(1, (t, together))[:, None, ..., None], 0.0)
+    share = share.sum(3).log()
+    share = share - share.gather(-1, own.expand(*share.shape[:2], -1, 1)) if with_own else share
+    return share.nan_to_num(-torch.inf, neginf=-torch.inf).masked_fill(~others, -torch.inf)

@@ -89,7 +89,7 @@ def core(**more):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("granularity", "is_causal"), [("auto", True), ("auto", False), ("block", True)])
 def test_ranks_on_threads_give_the_rows_of_one_device(world, granularity, is_causal):
-    make = core(granularity=granularity, score_unit=None)
+    make = core(granularity=granularity, score_unit=1)
     # Threads share one generator: the weights are drawn before they start.
     state = weights(make)
 

@@ -113,8 +113,9 @@ def factors_of(n: int, heads: int, key_heads: int, size: int, unit: int, rows: i
     weights = [torch.zeros(heads, *shape) for shape in ((hidden,), (), (d, rank))]
     unit_rows, columns = hollow(*lead, hidden, t).mT, hollow(*lead, hidden, t).mT
     right = hollow(*lead, t, units, rank)
-    own = query[:, :, :, None]
-    factors = Factors(unit_rows, columns, weights[0], weights[1], own, weights[2], right, torch.zeros(heads), 0.1, None)
+    factors = Factors(
+        unit_rows, columns, weights[0], weights[1], query, weights[2], right, torch.zeros(heads), 0.1, None
+    )
     inputs = ScoreInputs(hollow(*lead, t, d), hollow(batch, key_heads, t, 3 * d), hollow(batch, key_heads, t, units, d))
     ids = torch.linspace(0, n - 1, rows).long()
     scores = hollow(*lead, rows, t)
@@ -162,8 +163,9 @@ def distilled(n: int, heads: int, group: int, size: int, chosen: int, dense: int
     scores, all_scores = hollow(1, lists, chosen, slots), hollow(1, lists, dense, t)
     visible, lse = hollow(1, lists, t, dtype=torch.bool), hollow(1, heads, n)
     block_mass.distill_gradients(
-        query, key, selection, rows, chosen, scores, all_scores, False, visible, lse, grad, 1.0, None, (1.0, 1.0), None
-    )
+        query, key, selection, rows, chosen, scores, all_scores, False, visible, lse, grad, 1.0, None, (1.0, 1.0), None,
+        None, True,
+    )  # fmt: skip
 
 
 CASES: dict[str, Callable[[], object]] = {

@@ -96,7 +96,7 @@ class Parts(NamedTuple):
             # Heads of a token are adjacent.
             query = query.transpose(1, 2).contiguous().transpose(1, 2)
             query[0, 1, 33, 5] = key[1, -1, 70, 3] = torch.inf
-            names += ["own", "left_there", "right_there"] if self.granularity == "block" else ["own", "right_there"]
+            names += ["own", "right_there"]
         with torch.no_grad():
             scores = layer.score_blocks(query, key, self.is_causal)
             with GpuRules():
@@ -134,9 +134,9 @@ class Hidden(NamedTuple):
             -torch.inf,
             torch.inf,
         )
-        none = torch.zeros(*lead, t, 1, 0)
+        own, right = torch.zeros(*lead, t, 0), torch.zeros(*lead, t, 1, 0)
         factors = Factors(
-            *(rows, columns, torch.randn(2, m), torch.randn(2), none, torch.zeros(2, 0, 0), none),
+            *(rows, columns, torch.randn(2, m), torch.randn(2), own, torch.zeros(2, 0, 0), right),
             *(torch.tensor([-0.5, 0.3]), 0.9, keep if self.keep else None),
         )
         drawn = torch.randint(t * self.size, (self.many,))

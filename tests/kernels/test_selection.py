@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import dense_attention, error
+from oracle import dense_attention, error, selecting_scores
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import native
@@ -37,11 +37,14 @@ LEARNED = {"enable_gqa": True, "return_lse": True}
 
 
 class GivenScores(BlockScores):
-    """Scores (b, h, rows, t) that are given, in chunks of 7 rows."""
+    """Scores (b, h, scored rows, t) that are given, in chunks of 7 rows."""
 
-    def __init__(self, scores, settings, visible=None, factors=None):
-        self.scores, self.settings, self.factors = scores, settings, factors
+    def __init__(self, scores, settings, visible=None, factors=None, present=None):
+        self.settings, self.factors, self.present = settings, factors, present
+        self.per_token, self.is_causal = settings.per_token, settings.is_causal
+        self.selecting_rows = 1 if settings.per_token else settings.block_size // settings.row_unit
         self.visible = torch.ones(*scores.shape[:2], scores.shape[3], dtype=torch.bool) if visible is None else visible
+        self.scores = selecting_scores(self, scores)
 
     def chunk(self):
         return 7

@@ -9,7 +9,7 @@ from kernels.test_triton_compile import PLAIN, SHARED_MEMORY, SMALL_SHARED_MEMOR
 
 NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
 FACTORS = dict.fromkeys(NAMED, "*fp32")
-PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible", "p_sight"), "*i1")
+PRESENT = dict.fromkeys(("p_there", "p_right_there", "p_visible", "p_sight", "p_present"), "*i1")
 LISTS = dict.fromkeys(("p_indices", "p_counts", "p_may"), "*i32")
 BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
@@ -60,10 +60,11 @@ RAGGED = {"W": 128, "V": 1, "NOISE": False, "width": 7813, "blocks": 7813}
 HIDDEN = {"M": 128, "T": 8192, "SIZE": 1, "IDS": False, "EVEN": True, "CAUSAL": False, "KEEP": False}
 HIDDEN |= {"LISTS": False}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
-LEARNED |= {"LISTED": 1}
+LEARNED |= {"LISTED": 1, "EACH": 1, "OWN": False}
 PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
 NO_GROUP = {"GROUP": 1, "KEYS": 1} | dict.fromkeys(("p_left", "lines", "key_heads"))
 ALONE = NO_GROUP | dict.fromkeys(("p_own", "p_project", "so_b", "so_h", "so_n"))
+SELECTING = {"SIZE": 128, "CAUSAL": False, "HOLES": False, "OWN": False}
 TAUGHT = {"BM": 128, "L": 32, "BMA": 16, "LA": 256, "FLOOR": 2.0**-10}
 MASSES = dict.fromkeys(("p_logs", "p_scores", "p_all_scores", "p_grad", "p_all_grad", "p_found"), "*fp32") | {
     "p_mean": "*fp32"
@@ -72,7 +73,7 @@ MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*i1", "factor": "
 
 PARTS = dict.fromkeys(("p_means", "p_summary", "p_units", "p_first", "p_bias", "p_mixture", "p_match"), "*fp32")
 PARTS |= dict.fromkeys(("p_rows", "p_columns", "p_right", "p_scale"), "*fp32") | {"p_half": "*fp16", "p_rest": "*fp16"}
-ROWS = {"A": 8, "U": 8, "M": 128, "D": 64, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
+ROWS = {"U": 8, "M": 128, "D": 64, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
 SIDES = {"MP": 128, "BN": 32, "HELD_LEFT": 16, "HELD_RIGHT": 16, "MET_LEFT": 128, "MET_RIGHT": 128, "KNOWN": False}
 SUMS = {"BM": 32, "BN": 64, "BK": 64, "BP": 512, "KEYS": 1}
 PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_grad", "p_out", "p_weight"), "*fp32")
@@ -80,28 +81,25 @@ PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [True, False])
-@pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
-def test_match_kernels_fit_a_multiprocessor_repeatedly(per_token, some, rounds, monkeypatch):
+@pytest.mark.parametrize(("some", "size", "is_causal"), [(False, 128, True), (True, 128, True), (False, 8, False)])
+def test_match_kernels_fit_a_multiprocessor_repeatedly(some, size, is_causal, rounds, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
 
-    own_units = 1 if per_token else 8
-    of_tokens = triton_selection.TOKEN_UNITS, triton_selection.TOKEN_BLOCKS
-    grouped, columns = triton_selection.matched_together(8, 32, *(of_tokens if per_token else ()))
-    rows = triton_selection.MATCHED_TOGETHER if per_token else triton_selection.MATCHED
-    tiles = launches.Tiles(rows // own_units, columns, rows // 16, 3)
-    constants = {"BM": tiles.m, "BN": tiles.n, "RANK": 32, "RP": 32, "UQ": own_units, "UK": 8, "UG": grouped, "D": 64}
-    constants |= {"SIZE": 128 if per_token else 1, "IDS": some, "CAUSAL": per_token, "HOLES": False}
+    wide = triton_selection.UNITS
+    grouped, columns = triton_selection.matched_together(8, 32, wide, triton_selection.BLOCKS)
+    rows = triton_selection.matched_rows(size)
+    tiles = launches.Tiles(rows, columns, rows // 16, 3)
+    constants = {"BM": tiles.m, "BN": tiles.n, "RANK": 32, "RP": 32, "UK": 8, "UG": grouped, "D": 64}
+    constants |= {"SIZE": size, "IDS": some, "CAUSAL": is_causal, "HOLES": False}
     constants |= {"ROUNDS": rounds, "WHOLE": True, "PRECISION": "tf32x3", "STAGES": triton_selection.STAGES}
-    constants |= dict.fromkeys(("TOGETHER", "NOISE"), per_token and not some)
-    types = SCORED | {"p_own": "*bf16" if per_token else "*fp32", "p_table": "*fp32"}
+    constants |= dict.fromkeys(("TOGETHER", "NOISE"), is_causal and not some)
+    types = SCORED | {"p_own": "*bf16", "p_table": "*fp32"}
     types |= dict.fromkeys(("p_right", "p_rest"), "*fp16")
     compiled = compile_kernel(triton_selection.match_kernel, constants, tiles, types=types)
-    assert compiled.metadata.shared <= SHARED_MEMORY // (3 if per_token else 2)
+    assert compiled.metadata.shared <= SHARED_MEMORY // 3
     assert spilled(compiled) == 0
-    # Products with 128 sub-blocks, whose results fit the registers of two programs, or with 64 for tokens.
-    wide = 64 if per_token else 128
     assert f"wgmma.mma_async.sync.aligned.m64n{wide}k16.f32.f16.f16" in compiled.asm["ptx"]
     # All products of a step are unrolled, and loads that feed no product are pipelined as well.
     loops = re.findall(r"^( *)%\S+ = scf\.for(.*?)^\1\}", compiled.asm["ttgir"], re.MULTILINE | re.DOTALL)
@@ -196,8 +194,10 @@ def test_ranking_kernels_leave_registers_for_many_warps(wide, rows, lanes, monke
         ("block_mass", "distill_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
         ("block_mass", "distill_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
         ("score_gradients", "own_kernel", 4, ROWS | {"BM": 32, "BH": 64, "SIZE": 1}, PARAMETERS),
-        ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": False, "HOLES": False}, PARAMETERS),
-        ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": True, "HOLES": True}, PARAMETERS),
+        ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"HOLES": False}, PARAMETERS),
+        ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"HOLES": True}, PARAMETERS),
+        ("block_scores", "selecting_kernel", 4, SELECTING | {"BM": 16, "T": 256}, SCORED),
+        ("block_scores", "selecting_kernel", 16, SELECTING | {"BM": 1, "T": 8192, "HOLES": True}, SCORED),
         ("score_gradients", "sums_kernel", 4, ROWS | SUMS | NO_GROUP | {"BR": 32, "SIZE": 1}, PARAMETERS),
         ("score_gradients", "mixture_kernel", 4, ROWS | SUMS, PARAMETERS),
     ],

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from oracle import dense_scores, error
+from oracle import dense_scores, error, selecting_scores
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.kernels.cpu import native
@@ -60,7 +60,7 @@ def test_config_fields_and_defaults():
         "sink_blocks": 1,
         "local_blocks": 2,
         "match_rank": 32,
-        "score_unit": None,
+        "score_unit": 1,
         "score_gradient": "distill",
         "distill_rows": 0.02,
         "distill_min_tokens": 128,
@@ -78,19 +78,13 @@ def test_config_fields_and_defaults():
 
 
 @pytest.mark.parametrize(
-    ("granularity", "is_causal", "units"),
-    [
-        ("auto", True, (1, 64)),
-        ("auto", False, (4, 4)),
-        ("token", False, (1, 64)),
-        ("block", True, (4, 4)),
-    ],
+    ("granularity", "is_causal", "row_unit"),
+    [("auto", True, 1), ("auto", False, 4), ("token", False, 1), ("block", True, 4)],
 )
-def test_default_score_units_follow_from_the_rows(granularity, is_causal, units):
-    config = AdaptiveConfig(granularity=granularity)
-    settings = config.settings(64, is_causal)
-    assert (settings.score_unit, settings.row_unit) == units
-    assert replace(config, score_unit=2).settings(64, is_causal).score_unit == 2
+def test_blocks_of_queries_are_scored_by_sub_blocks(granularity, is_causal, row_unit):
+    config = AdaptiveConfig(granularity=granularity, score_unit=4)
+    assert config.settings(64, is_causal).row_unit == row_unit
+    assert replace(config, score_unit=1).settings(64, is_causal).row_unit == 1
 
 
 @pytest.mark.parametrize(("shared", "own"), [(False, 4), (True, 1)])
@@ -133,13 +127,21 @@ def test_chosen_scores_are_those_ranked(granularity, is_causal):
     module = layer(granularity=granularity, score_unit=4, temperature=0.7)
     q, k, _ = (x.transpose(1, 2) for x in tensors(n=100))
     scores = module.score_blocks(q, k, is_causal)
-    rows = torch.arange(scores.row_count)
-    ranked = scores.ranked(0, len(rows))
-    assert error(scores.of_all(rows), ranked) < 1e-12
+    rows, many = torch.arange(scores.query.shape[2]), scores.row_count
+    each, ranked = scores.of_all(rows), scores.ranked(0, many)
+    wanted = selecting_scores(scores, each)
+    finite = wanted > -torch.inf
+    assert error(ranked[finite], wanted[finite]) < 1e-12
+    assert (ranked[~finite] == -torch.inf).all()
+    beside_own = selecting_scores(scores, each, with_own=True)
+    assert error(scores.of_selecting()[finite], beside_own[finite]) < 1e-12
     at = torch.randint(7, (2, 2, len(rows), 3))
-    assert error(scores.of(rows, at), ranked.gather(-1, at)) < 1e-12
-    assert error(scores.of_each(at), ranked.gather(-1, at)) < 1e-12
-    assert error(torch.cat([scores.ranked(0, 5), scores.ranked(5, len(rows))], 2), ranked) < 1e-12
+    assert error(scores.of(rows, at), each.gather(-1, at)) < 1e-12
+    at = torch.randint(7, (2, 2, many, 3))
+    ranked = ranked.nan_to_num(neginf=0.0)
+    assert error(scores.of_each(at).nan_to_num(neginf=0.0), ranked.gather(-1, at)) < 1e-12
+    parts = torch.cat([scores.ranked(0, 5), scores.ranked(5, many)], 2)
+    assert error(parts.nan_to_num(neginf=0.0), ranked) < 1e-12
 
 
 @BOTH
@@ -153,20 +155,17 @@ def test_factors_make_up_the_scores(granularity, is_causal, padded):
     padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
     scores = module.score_blocks(q, k, is_causal, padding)
     made = scores.factors
-    own = torch.arange(scores.row_count) // (16 if per_token else 1)
+    own = torch.arange(scores.query.shape[2]) // (16 if per_token else 4)
     hidden = (made.rows[:, :, own, None] + made.columns[:, :, None]).relu() * made.keep[:, :, own, None]
-    left = torch.einsum("bhrad,hdp->bhrap", made.own, made.project)
-    pairs = torch.einsum("bhrad,bhtud->bhratu", left, made.right)
+    left = torch.einsum("bhrd,hdp->bhrp", made.own, made.project)
+    pairs = torch.einsum("bhrd,bhtud->bhrtu", left, made.right)
     if padded:
-        there = made.right_there[:, :, None, None]
-        there = there if made.left_there is None else there & made.left_there[..., None, None]
-        pairs = pairs.masked_fill(~there, -torch.inf)
-    best = pairs.amax(-1).amax(3) / made.right.shape[-1] ** 0.5
+        pairs = pairs.masked_fill(~made.right_there[:, :, None], -torch.inf)
+    best = pairs.amax(-1) / made.right.shape[-1] ** 0.5
     found = (hidden * made.weight[:, None, None]).sum(-1) + made.bias[:, None, None]
     temperature = made.log_temperature.exp().clamp(min=made.coldest)[:, None, None]
     found = (found + torch.where(best > -torch.inf, best, 0.0)) / temperature
-    wanted = scores.ranked(0, scores.row_count)
-    assert error(found, wanted) < 1e-12
+    assert error(found, scores.of_all(torch.arange(len(own)))) < 1e-12
     assert layer(num_layers=3).score_blocks(q, k, is_causal).factors is None
 
 
@@ -200,15 +199,18 @@ def test_super_block_bounds_hold(granularity, is_causal, layers, monkeypatch):
     q, k, _ = (x.transpose(1, 2) for x in tensors(n=300))
     padding = torch.arange(300) >= torch.tensor([300, 130])[:, None]
     scores = module.score_blocks(q, k, is_causal, padding)
-    exact = (scores.ranked(0, scores.row_count) / scores.inverse).masked_fill(~scores.visible[:, :, None], -torch.inf)
+    rows = torch.arange(scores.query.shape[2])
+    exact = scores.of_all(rows).masked_fill(~scores.visible[:, :, None], -torch.inf)
     best = torch.nn.functional.pad(exact, (0, 1), value=-torch.inf).unflatten(-1, (5, 4)).amax(-1)
-    bounds = scores.super_bounds(0, scores.row_count)
-    assert (best <= bounds + 1e-9).all()
+    bounds = scores.super_bounds(rows)
+    assert ((best <= bounds + 1e-9) | (bounds == -torch.inf)).all()
+    before = (torch.arange(5) < scores.block_of(rows)[:, None] // 4) | (not is_causal)
+    assert torch.equal(bounds > -torch.inf, (before & (best > -torch.inf)).expand_as(bounds))
     # A box of one block is that block.
     monkeypatch.setattr(scores_module, "SUPER", 1)
-    whole = layer(granularity=granularity, score_unit=16).score_blocks(q, k, is_causal)
-    exact = whole.ranked(0, whole.row_count) / whole.inverse
-    assert error(whole.super_bounds(0, whole.row_count), exact) < 1e-12
+    whole = layer(granularity=granularity, score_unit=16).score_blocks(q, k, False)
+    rows = torch.arange(whole.query.shape[2])
+    assert error(whole.super_bounds(rows), whole.of_all(rows)) < 1e-12
 
 
 @ROWS
@@ -291,7 +293,7 @@ def test_coverage_is_reached_by_the_fewest_blocks(granularity, is_causal):
     scores = module.score_blocks(4 * q.transpose(1, 2), k.transpose(1, 2), is_causal)
     own = pattern.selection.row_blocks()[:, None]
     column = torch.arange(10)
-    logits = scores.of_all(torch.arange(scores.row_count)).masked_fill(column == own, 0.0)
+    logits = scores.of_selecting().masked_fill(column == own, 0.0)
     share = logits.masked_fill(column > own, -torch.inf).softmax(-1) if is_causal else logits.softmax(-1)
     kept = pattern.selection.allowed()
     held = torch.where(kept, share, 0.0).sum(-1)
@@ -540,7 +542,7 @@ def test_before_any_training_it_finds_what_matches():
         (lambda: AdaptiveConfig(dropout=1.0), ValueError, "dropout"),
         (lambda: layer(size=48), ValueError, "block_size"),
         (lambda: layer(score_unit=5), ValueError, "score_unit 5"),
-        (lambda: layer(score_unit=0), ValueError, "score_unit must be >= 1, or None, got 0"),
+        (lambda: layer(score_unit=0), ValueError, "score_unit must be >= 1, got 0"),
         (lambda: BlockSparseAdaptive([4096], [1], 0, 8), ValueError, "num_heads"),
         (lambda: BlockSparseAdaptive([4096, 1], [1], 2, 8), ValueError, "equally long|dilation"),
         (lambda: BlockSparseAdaptive([4096], [1], 2, 8, {"base_sparsity": 0.5}), TypeError, "AdaptiveConfig"),
@@ -569,9 +571,11 @@ def test_16_bit_scores_are_ranked_at_float16_precision(is_causal, dtype):
     q, k = (x.to(dtype).transpose(1, 2) for x in tensors()[:2])
     with torch.no_grad():
         scores = module.score_blocks(q, k, is_causal)
-    wanted = dense_scores(scores.factors, scores.block_rows(rows := torch.arange(scores.row_count)))
-    assert error(scores.ranked(0, len(rows)), wanted) < 1e-5
-    assert (error(scores.of_all(rows).detach(), wanted) < 1e-5) == (dtype is torch.float32)
+        rows = torch.arange(scores.query.shape[2])
+        wanted, exact = dense_scores(scores.factors, scores.block_of(rows)), scores.of_all(rows)
+        ranked = scores.ranked(0, scores.row_count)
+    assert error(*(x.nan_to_num(neginf=0.0) for x in (ranked, selecting_scores(scores, wanted)))) < 1e-5
+    assert (error(exact, wanted) < 1e-5) == (dtype is torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -594,8 +598,9 @@ def test_half_precision_scores_have_float16_matches(granularity):
     q, k = torch.randn(2, 1, 2, 128, 8, dtype=torch.bfloat16).unbind()
     with torch.no_grad():
         scores = layer.score_blocks(q, k, False)
-        own = torch.arange(scores.row_count) // (16 if granularity == "token" else 1)
-        assert error(scores.ranked(0, scores.row_count), dense_scores(scores.factors, own)) < 1e-6
-        assert (
-            error(scores.ranked(0, scores.row_count), dense_scores(scores.factors._replace(rounds=False), own)) > 1e-5
-        )
+        own = scores.block_of(torch.arange(scores.query.shape[2]))
+        ranked, errors = scores.ranked(0, scores.row_count).nan_to_num(neginf=0.0), []
+        for rounds in (True, False):
+            each = dense_scores(scores.factors._replace(rounds=rounds), own)
+            errors.append(error(ranked, selecting_scores(scores, each).nan_to_num(neginf=0.0)))
+        assert errors[0] < 2e-6 and errors[1] > 1e-5

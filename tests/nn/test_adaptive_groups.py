@@ -87,7 +87,7 @@ def test_scores_are_those_of_the_formula(name):
         mlp = scorer.importance(means, summary, one).repeat_interleave(16, 1)
         assert error(found[:, one], (mlp + match) / scorer.temperature[one]) < 1e-12
     made = scores.factors
-    match = torch.einsum("bhrap,bhtup->bhrtu", made.own, made.right).amax(-1) / 6**0.5
+    match = torch.einsum("bhrp,bhtup->bhrtu", made.own, made.right).amax(-1) / 6**0.5
     assert made.project is None and error(match, scores._match(*_all_pairs(scores)) / 6**0.5) < 1e-12
 
 
@@ -137,10 +137,12 @@ def test_training_and_controls_of_shared_lists(name):
     found = shares_of(captured_mass(module, call, sketch, 256))
     assert max(found["random"], found["untrained"]) + 0.05 < found["learned"] < found["oracle"]
     optimizer, losses = torch.optim.Adam(module.parameters(), 2e-2), []
+    # The last bias moves all scores of a row alike.
+    moved = [x for name, x in module.named_parameters() if not name.endswith("bias_1")]
     for _ in range(8):
         optimizer.zero_grad()
         module(*(x.requires_grad_() for x in inputs), is_causal=True).square().mean().backward()
-        assert all(x.grad.isfinite().all() and (x.grad != 0).any() for x in module.parameters())
+        assert all(x.grad.isfinite().all() and (x.grad.abs() > 1e-12).any() for x in moved)
         optimizer.step()
         losses.append(module.statistics()["loss"])
     assert losses[-1] < 0.6 * losses[0] and module.statistics()["density"] == pytest.approx(found["density"])
@@ -161,9 +163,8 @@ def test_long_rows_and_loss_of_weighted_blocks(name, monkeypatch):
     found = scores.ranked(600, 640)
     seen = found > -torch.inf
     assert 0 < seen.sum() < seen.numel() and error(found[seen], whole[seen]) < 1e-12
-    assert (
-        scores.super_bounds(600, 640)[..., :9] >= whole.unflatten(-1, (-1, 4)).amax(-1)[..., :9] * 0.999 - 1e-9
-    ).all()
+    bounds = scores.super_bounds(torch.arange(600, 640))[..., :9]
+    assert (bounds >= whole.unflatten(-1, (-1, 4)).amax(-1)[..., :9] * 0.999 - 1e-9).all()
     monkeypatch.undo()
     study = grouped(name, hard_sparsity=False)
     study(q[:, :100], k[:, :100], v[:, :100], True).sum().backward()

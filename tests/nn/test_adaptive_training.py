@@ -29,16 +29,15 @@ OPTIMIZERS = {
 
 def row_scores(factors, ids, size):
     """Scores of some rows with all blocks, as the kernels compute them from the factors."""
-    there = None if factors.left_there is None else factors.left_there[:, :, ids]
-    return dense_scores(factors._replace(own=factors.own[:, :, ids], left_there=there), ids // size)
+    return dense_scores(factors._replace(own=factors.own[:, :, ids]), ids // size)
 
 
-def scoring(factors, block_size, per_token, is_causal):
+def scoring(factors, size, is_causal):
     """Stand-in for `block_scores.scoring`."""
     del is_causal
     assert not torch.is_grad_enabled()
     factors = Factors(*(x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in factors))
-    return lambda ids: row_scores(factors, ids, block_size if per_token else 1)
+    return lambda ids: row_scores(factors, ids, size)
 
 
 def parameter_gradients(grad, scores, ids, factors, seen, first, mixture, size):
@@ -67,7 +66,7 @@ def distill_together(inputs, batch, lse, grad_output, scores, none):
     """Stand-in for `block_mass.distill_gradients`: one gradient of the scores of all blocks, for both kinds of rows."""
     if not batch.together:
         return distill_gradients(inputs, batch, lse, grad_output, scores, none)
-    blocks = inputs.selection.indices[:, :, batch.chosen_rows].long()
+    blocks = inputs.lists(batch.chosen_rows)
     listed, at = blocks < scores.shape[-1], blocks.clamp(max=scores.shape[-1] - 1)
     some, others = scores.split([batch.chosen, scores.shape[2] - batch.chosen], 2)
     grads = distill_gradients(inputs, batch, lse, grad_output, some.gather(-1, at), others)
@@ -100,6 +99,12 @@ def trained(module, x, optimizer, is_causal, autocast, steps=3):
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def unchanged(found, before):
+    """Parameters that training left as they were, besides biases that move all scores of a row alike."""
+    names = [name for name, value in found.items() if torch.equal(value, before[name])]
+    return [name for name in names if not name.endswith(("k_proj.bias", ".3.bias"))]
+
+
 def made(share=False, dtype=torch.float32):
     torch.manual_seed(0)
     config = AdaptiveConfig(0.5, hidden_dim=8, match_rank=4, score_unit=4, distill_rows=0.5, share_across_heads=share)
@@ -124,8 +129,9 @@ def test_three_steps_match_the_torch_path(optimizer, dtype, autocast, tolerance,
     request.getfixturevalue("kernels")
     module.load_state_dict(before)
     found = trained(module, x, OPTIMIZERS[optimizer], is_causal, autocast)
+    # Small steps are lost in bfloat16.
+    assert all(dtype is torch.bfloat16 and name.endswith(".bias") for name in unchanged(found, before))
     for name, value in found.items():
-        assert not torch.equal(value, before[name]), name
         assert error(value, wanted[name]) < tolerance, name
 
 
@@ -135,7 +141,7 @@ def test_shared_scorer_trains_without_a_graph():
     before = module.state_dict(keep_vars=False)
     before = {name: value.clone() for name, value in before.items()}
     found = trained(module, x, OPTIMIZERS["Adam"], True, False)
-    assert all(not torch.equal(value, before[name]) for name, value in found.items())
+    assert unchanged(found, before) == []
 
 
 @pytest.mark.usefixtures("kernels")
@@ -146,4 +152,4 @@ def test_multihead_form_trains_without_a_graph(optimizer):
     module = MultiheadBlockSparseAdaptive(16, 2, [128], [1], adaptive_config=config, block_size=16)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     found = trained(module, [torch.randn(2, 100, 16)], OPTIMIZERS[optimizer], True, True)
-    assert all(not torch.equal(value, before[name]) for name, value in found.items() if "k_proj.bias" not in name)
+    assert unchanged(found, before) == []

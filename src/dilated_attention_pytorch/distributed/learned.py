@@ -229,6 +229,11 @@ class RankBatch:
     padding: Tensor | None
     """bool (b, N)"""
 
+    @property
+    def row_tokens(self) -> int:
+        """Queries of a row of the batch."""
+        return self.batch.row_tokens or (1 if self.choice.per_token else self.choice.block_size)
+
 
 def distill(attended: Attended, key: Tensor, query: Tensor, chosen: Tensor, dense: Tensor, about: RankBatch) -> Tensor:
     """The output, in whose backward pass the scores get their gradients. Collective there.
@@ -273,14 +278,15 @@ class _Distilled(torch.autograd.Function):
         own_padding = None if about.padding is None else about.padding[:, mine]
         over_ranks = partial(summed_over_ranks, group=choice.group)
         weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
-        queries = 1 if choice.per_token else choice.block_size
+        queries = about.row_tokens
         mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
         group = mass.shape[1] // chosen.shape[1]
         mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
         of_rows = weights.of_rows(sums, queries, group)
         some = about.chosen_mine
         factor = batch.chosen_weight * row_factors(batch, of_rows, len(some))[:, :, some]
-        first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
+        own_mass = own_mass[:, :, some] if batch.with_own else None
+        first = compare_rows(chosen, mass[:, :, some], own_mass, listed[:, :, some], factor)
         loss = _mean_divergence(first, of_rows, some, choice.group)
         if not len(batch.dense_rows):
             batch.stats["loss"] = batch.weight * loss
@@ -288,12 +294,13 @@ class _Distilled(torch.autograd.Function):
         mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
         mass, of_rows = summed_by_list(mass, group), weights.of_rows(sums, queries, group)
         some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
-        own = rows // choice.block_size if choice.per_token else rows
+        own = rows * about.row_tokens // choice.block_size
         column = torch.arange(t, device=key.device)
         others = column < own[:, None] if choice.is_causal else column != own[:, None]
         assert batch.visible is not None
         others = others & batch.visible[:, :, None]
-        own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
+        at = own.expand(*mass.shape[:2], -1)[..., None]
+        own_mass = mass[:, :, some].gather(-1, at) if batch.with_own else None
         factor = row_factors(batch, of_rows, len(some))[:, :, some]
         second = compare_rows(dense, mass[:, :, some], own_mass, others, factor)
         entropy = summed_over_ranks(second.entropy.sum(), choice.group) / of_rows.numel()
@@ -320,16 +327,18 @@ def _chosen_mass(attended: Attended, about: RankBatch, weights: Tensor) -> tuple
     batch, heads, _, k = choice.indices.shape
     table = torch.zeros(batch, heads, len(rows), 2 + k, dtype=weights.dtype, device=weights.device)
     listed = torch.zeros(batch, heads, len(rows), k, dtype=torch.bool, device=weights.device)
-    here = torch.isin(rows, choice.rows).nonzero()[:, 0]
-    at = torch.searchsorted(choice.rows, rows[here])
+    each = 1 if choice.per_token else choice.block_size // about.row_tokens
+    here = torch.isin(rows // each, choice.rows).nonzero()[:, 0]
+    at = torch.searchsorted(choice.rows, rows[here] // each)
     if len(here):
         some = choice.indices[:, :, at].long()
         own = choice.own[at]
         blocks = attended.number[torch.cat([own.expand(batch, heads, -1)[..., None], some], -1)]
         every = torch.zeros_like(attended.inputs_lse).index_copy(2, attended.place, weights)
-        local = attended.place[at] if choice.per_token else attended.number[own]
-        table[:, :, here, 1:] = listed_mass(attended.inputs, local, blocks, attended.inputs_lse, every)
-        table[:, :, here, 0] = row_weights(attended.inputs, local, every)
+        local = attended.place[at] if choice.per_token else attended.number[own] * each + rows[here] % each
+        inputs = attended.inputs._replace(row_tokens=about.row_tokens)
+        table[:, :, here, 1:] = listed_mass(inputs, local, blocks, attended.inputs_lse, every)
+        table[:, :, here, 0] = row_weights(inputs, local, every)
         listed[:, :, here] = some < choice.blocks
     of_rows, own_mass, mass = summed_over_ranks(table, choice.group).split([1, 1, k], -1)
     return mass, own_mass, listed, of_rows[..., 0]
@@ -344,7 +353,7 @@ def _dense_mass(
     batch, heads, _, width = query.shape
     dtype, device = weights.dtype, weights.device
     mine = layout.positions(choice.rank).to(device)
-    tokens = rows[:, None] if choice.per_token else rows[:, None] * size + torch.arange(size, device=device)
+    tokens = rows[:, None] * about.row_tokens + torch.arange(about.row_tokens, device=device)
     flat = tokens.flatten()
     here = torch.isin(flat, mine).nonzero()[:, 0]
     of = torch.searchsorted(mine, flat[here])

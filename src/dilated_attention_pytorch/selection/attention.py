@@ -389,7 +389,10 @@ def _check_distill(query: Tensor, indices: Any, distill: DistillBatch | None, sc
     if torch._C._are_functorch_transforms_active():
         advice = "Use torch.autograd, and map samples by the batch dimension."
         raise must("distill must be used outside of torch.func transforms", "an active transform", advice)
-    rows = indices.indices.shape[2]
+    tokens = distill.row_tokens
+    if tokens and indices.block_size % tokens:
+        raise must(f"row_tokens of a DistillBatch must divide the block size {indices.block_size}", tokens)
+    rows = -(-indices.n // tokens) if tokens else indices.indices.shape[2]
     if isinstance(scores, Tensor):
         _check_rows(query, indices, distill, scores, rows)
     distill.total = distill.total or rows
@@ -453,7 +456,8 @@ def _split_scores(scores: Tensor, batch: DistillBatch, selection: Selection) -> 
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores.repeat_interleave(selection.heads // scores.shape[1], 1)
     chosen, dense = scores.split([batch.chosen, scores.shape[2] - batch.chosen], 2)
-    listed = selection.indices[:, :, batch.chosen_rows].repeat_interleave(selection.group, 1)
+    rows = selection.list_of(batch.chosen_rows, batch.row_tokens)
+    listed = selection.indices[:, :, rows].repeat_interleave(selection.group, 1)
     # Entries past the count are not compared.
     chosen = chosen.gather(-1, listed.long().clamp(max=selection.blocks - 1)) if batch.chosen else None
     return chosen, dense if dense.shape[2] else None
@@ -586,7 +590,8 @@ class _Selected(torch.autograd.Function):
             given = dense_scores if chosen_scores is None else chosen_scores
             apart = given is not None and given.shape[1] > selection.indices.shape[1]
             lists = selection.per_head() if apart else selection
-            inputs = distill_inputs(query, key, lists, attend.scale, attend.key_padding_mask, listed_lse)
+            masks = attend.key_padding_mask, listed_lse, ctx.batch.row_tokens
+            inputs = distill_inputs(query, key, lists, attend.scale, *masks)
             learned = distill_scores(inputs, ctx.batch, lse, grad_output, chosen_scores, dense_scores)
         return *result, *learned, *(None,) * 3
 

@@ -32,8 +32,6 @@ from .types import DistillBatch, ScoreInputs, Selection, SelectionSettings
 STEP, GPU_STEP = 2**22, 2**26
 """Scores, and elements of gathered keys, that distillation in torch holds at a time."""
 WIDEST_MATCH = 128
-MOST_UNITS = 256
-"""Sub-blocks of a row."""
 MOST_RANKED = scoring.ALL_PAIRS
 """Blocks up to which kernels score every pair; beyond, torch scores long rows by super-blocks."""
 MOST_SCORED = 1024
@@ -70,8 +68,6 @@ class Workload(NamedTuple):
     blocks: int
     match_rank: int = 0
     layers: int = 2
-    row_units: int = 1
-    """Sub-blocks of a row"""
     budget: Budget | None = None
     uniform: bool = True
     """Whether queries and keys have one length, width and dtype"""
@@ -122,7 +118,7 @@ def why_not(step: str, work: Workload) -> str | None:
         return None if work.match_rank else "needs a match of rank >= 1, got 0"
     if work.budget is not None and work.budget.room(work.blocks) < 1:
         return "must list 1 block or more, got 0"
-    return None if work.row_units <= MOST_UNITS else f"needs rows of <= {MOST_UNITS} sub-blocks, got {work.row_units}"
+    return None
 
 
 class Torch:
@@ -142,7 +138,8 @@ class Torch:
     def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of listed blocks for the batch's chosen rows, and of all blocks for its dense rows, if any."""
         chosen, dense = batch.rows[: batch.chosen], batch.rows[batch.chosen :]
-        return scores.of(chosen, listed[:, :, chosen]), scores.of_all(dense) if len(dense) else None
+        lists = listed[:, :, chosen // scores.selecting_rows]
+        return scores.of(chosen, lists), scores.of_all(dense) if len(dense) else None
 
     distill = staticmethod(distill_gradients)
 
@@ -177,14 +174,14 @@ class Triton:
         from .kernels.choose_blocks import listed_blocks
 
         assert scores.factors is not None
-        return listed_blocks(scores.factors, scores.visible, scores.settings, seed)
+        return listed_blocks(scores.factors, scores.visible, scores.settings, seed, scores.present)
 
     @staticmethod
     def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, None]:
         """Scores of all blocks for all rows of the batch."""
         parameters, batch.together = scores.parameters, True
         leaves = *parameters.stacks, parameters.summary, parameters.match_query, parameters.match_key
-        rest = scores.factors, scores.inputs, batch.rows, scores.block_size, scores.per_token
+        rest = scores.factors, scores.inputs, batch.rows, scores.block_rows
         return RowScores.apply(*leaves, parameters.log_temperature, *rest), None
 
     @staticmethod
@@ -211,7 +208,7 @@ class Triton:
         if batch.saliency:
             norms = torch.linalg.vector_norm(grad_output, dim=-1, dtype=lse.dtype)
             mean = mean_norms(norms, inputs.key_padding_mask)
-        settings = inputs.scale, inputs.key_padding_mask, factors, mean
+        settings = inputs.scale, inputs.key_padding_mask, factors, mean, inputs.row_tokens, batch.with_own
         seen = visible_blocks(inputs, batch), lse.contiguous(), grad_output
         *grads, batch.by_row = distill_gradients(inputs.query, inputs.key, inputs.selection, *given, *seen, *settings)
         return grads[0], grads[1]
@@ -253,7 +250,12 @@ def summarise(
 ) -> tuple[BlockSummaries, BlockSummaries]:
     """Summaries of blocks of queries (b, h, n, d) and keys (b, g, n, d); see `summaries.summarise`."""
     run = implementation("summarise", _workload(query, key, settings))
-    return run(query, key, settings.block_size, settings.row_unit, settings.score_unit, padding, before)
+    return run(query, key, settings.block_size, _mean_unit(settings), settings.score_unit, padding, before)
+
+
+def _mean_unit(settings: SelectionSettings) -> int:
+    """Tokens of a sub-block of queries for which summaries hold a mean: single tokens need none, so a whole block."""
+    return settings.block_size if settings.row_unit == 1 else settings.row_unit
 
 
 def _workload(query: Tensor, key: Tensor, settings: SelectionSettings, **more: Any) -> Workload:
@@ -275,7 +277,7 @@ def score_blocks(
     """Scores of the blocks of (b, h, n, d) queries and (b, g, n, d) keys, computed on request.
 
     Args:
-        query: also supplies the rows where rows are tokens.
+        query: also supplies the scored rows.
         key: as long as the query.
         parameters: of the scorer.
         settings: of scoring and ranking.
@@ -283,16 +285,15 @@ def score_blocks(
         distills: gradients reach the scores by distillation alone.
     """
     query, key, size = query.detach(), key.detach(), settings.block_size
+    units = _mean_unit(settings), settings.score_unit
     layers, rank = len(parameters.stacks) // 2, parameters.match_key.shape[2]
-    units = 1 if settings.per_token else size // min(settings.score_unit, size)
     graph = torch.is_grad_enabled()
-    given = {"match_rank": rank, "layers": layers, "row_units": units, "records_graph": graph}
+    given = {"match_rank": rank, "layers": layers, "records_graph": graph}
     work = _workload(query, key, settings, budget=settings.budget, **given)
     steps = choose_steps(work, distills and layers == 2 and not parameters.dropout)
     with steps.precision:
-        unit = settings.score_unit
-        rows, keys = steps.summarise(query, key, size, settings.row_unit, unit, padding, settings.is_causal)
-        own = query.unsqueeze(3) if settings.per_token else rows.units
+        rows, keys = steps.summarise(query, key, size, *units, padding, settings.is_causal)
+        own, present = scoring.scored_queries(query, rows.units, settings, padding)
         whole = padding is None and query.shape[2] % size == 0
         with torch.set_grad_enabled(steps.records_graph):
             cast = scoring.cast_layers(parameters.stacks, rows.summary.dtype)
@@ -300,9 +301,9 @@ def score_blocks(
             # Only gradients need them.
             inputs = ScoreInputs(rows.summary, keys.summary, keys.units, None if left is None else own)
             inputs = inputs if graph else None
-            made = rows, keys, hidden, columns, matched, parameters, whole or settings.per_token
-            of_rows, of_keys, visible = scoring.features_of_lists(*made)
-    scores = BlockScores(parameters, query, of_rows, of_keys, cast, settings, whole)
+            of_rows, of_keys, visible = scoring.features_of_lists(keys, hidden, columns, matched, parameters)
+    rounds = query.dtype.itemsize == 2
+    scores = BlockScores(parameters, own, of_rows, of_keys, cast, settings, whole, rounds=rounds, present=present)
     scores.steps, scores.visible, scores.halves, scores.left, scores.inputs = steps, visible, halves, left, inputs
     return scores
 
@@ -385,10 +386,11 @@ def distill_inputs(
     scale: float,
     key_padding_mask: Tensor | None,
     listed_lse: Tensor | None = None,
+    row_tokens: int | None = None,
 ) -> DistillInputs:
     """Attention whose block mass is measured, with the step size of its device."""
     step = STEP if allows_host_sync(query.device) else GPU_STEP
-    return DistillInputs(query, key, selection, scale, key_padding_mask, step, listed_lse)
+    return DistillInputs(query, key, selection, scale, key_padding_mask, step, listed_lse, row_tokens)
 
 
 def distill(

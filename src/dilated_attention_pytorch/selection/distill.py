@@ -1,8 +1,9 @@
 """Attention mass of blocks and its distillation into a scorer, in torch.
 
 A scorer's distribution over a row's blocks is pulled towards the blocks' shares of attention: the gradient of the loss
-KL(p || softmax(z)) of a row is softmax(z) - p, which needs no graph. A row's own block is always kept; it takes part
-with the logit 0, so scores are relative to the attention of the own block.
+KL(p || softmax(z)) of a row is softmax(z) - p, which needs no graph. A row's own block is always kept. It takes part,
+with the logit 0, only where a coverage budget needs its share: otherwise the loss would be spent on the level of all
+scores of a row, which does not change the choice.
 
 The queries of a row weigh as much as the gradients of their outputs. Rows weigh the same, the mean norm of those
 gradients in their sample and head: rows without a loss teach the scorer too. The gradient of a scorer is therefore
@@ -26,7 +27,7 @@ from ..ops.checks import full_precision
 from .scores import BlockScores
 from .types import DistillBatch, Selection
 
-MOST_ROWS = {"block": 64, "token": 1024}
+MOST_ROWS = 1024
 """Rows of all samples that are compared on their listed blocks in one step."""
 ENOUGH = 256
 """Tokens of such rows that weigh as much as the rows compared on every block. Fewer weigh less in proportion: their
@@ -67,7 +68,7 @@ def draw_batch(
 
     Args:
         scores: of the rows.
-        total: rows of the sequence.
+        total: scored rows of the sequence.
         slots: blocks a row lists at most.
         dense_fraction: fraction of rows compared on every block; 0 for none.
         min_tokens: tokens of those rows, at least.
@@ -79,18 +80,19 @@ def draw_batch(
     hidden, kernels = scores.rows.shape[-1], scores.steps is not None and not scores.steps.records_graph
     # Hidden units and sub-blocks of a pair, and their gradients; each listed block has its own copy of the keys.
     a_listed, a_pair = (8 * batch * heads * (hidden + units * each) for each in (scores.rank, 1))
-    size = 1 if scores.per_token else scores.block_size
+    size = scores.settings.row_unit
     if kernels:
         # Kernels hold a pair's score, its gradient, the best match, and the LSE of each query of a row.
         a_pair = 4 * batch * heads * (4 + size * scores.group)
-    most = MOST_ROWS["token" if scores.per_token else "block"] // batch
+    most = MOST_ROWS // batch
     start = torch.randint(total, (1,), device=scores.unit_there.device)
     chosen = min(total, max(1, min(most, memory // (a_listed * max(slots, 1)))))
     wanted = max(math.ceil(dense_fraction * total), min(total, -(-min_tokens // size))) if dense_fraction else 0
     dense = min(wanted, max(1, memory // (a_pair * t)))
     enough = min(1.0, batch * chosen * size / ENOUGH) if dense and chosen < total else 1.0
     rows = sampled(total, chosen, start, dense)
-    return DistillBatch(rows, chosen, scores.visible, weight, saliency, total, chosen_weight=enough)
+    more = {"chosen_weight": enough, "row_tokens": size, "with_own": scores.settings.budget.coverage is not None}
+    return DistillBatch(rows, chosen, scores.visible, weight, saliency, total, **more)
 
 
 class DistillInputs(NamedTuple):
@@ -105,18 +107,26 @@ class DistillInputs(NamedTuple):
     """Scores, and elements of gathered keys, held at a time"""
     listed_lse: Tensor | None = None
     """(b, h, r, k): LSE of each listed block of the batch's chosen rows, if already computed"""
+    row_tokens: int | None = None
+    """See `DistillBatch`"""
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Query tokens of rows, int64 (r, q); past the end in a ragged block."""
-        if self.selection.per_token:
-            return rows[:, None]
-        size = self.selection.block_size
+        size = self.row_queries
         return rows[:, None] * size + torch.arange(size, device=rows.device)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """Block of each row."""
+        return rows * self.row_queries // self.selection.block_size
+
+    def lists(self, rows: Tensor) -> Tensor:
+        """Listed blocks of rows, int64 (b, s, r, k)."""
+        return self.selection.indices[:, :, self.selection.list_of(rows, self.row_tokens)].long()
 
     @property
     def row_queries(self) -> int:
         """Queries of a row."""
-        return 1 if self.selection.per_token else self.selection.block_size
+        return self.row_tokens or (1 if self.selection.per_token else self.selection.block_size)
 
 
 class QueryWeights(NamedTuple):
@@ -210,9 +220,9 @@ def distill_gradients(
     weights, group = given.each, inputs.selection.group
     if chosen_scores is not None:
         rows = batch.chosen_rows
-        lists = inputs.selection.indices[:, :, rows].long()
+        lists = inputs.lists(rows)
         blocks = lists if group == 1 else lists.repeat_interleave(group, 1)
-        own = inputs.selection.row_blocks()[rows].expand(blocks.shape[:3])
+        own = inputs.blocks(rows).expand(blocks.shape[:3])
         if inputs.listed_lse is None:
             both = listed_mass(inputs, rows, torch.cat([own[..., None], blocks], -1), lse, weights)
             own_mass, mass = both.split([1, blocks.shape[-1]], -1)
@@ -224,18 +234,22 @@ def distill_gradients(
         mass, own_mass = (summed_by_list(x, group) for x in (mass, own_mass))
         of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries, group)
         compared = compare_rows(
-            chosen_scores, mass, own_mass, listed, batch.chosen_weight * row_factors(batch, of_rows, len(rows))
+            chosen_scores,
+            mass,
+            own_mass if batch.with_own else None,
+            listed,
+            batch.chosen_weight * row_factors(batch, of_rows, len(rows)),
         )
         grads[0] = compared.grad
         losses.append(mean_divergence(compared, of_rows))
     if dense_scores is not None:
         rows = batch.dense_rows
         mass, whole = dense_mass(inputs, rows, weights)
-        mass, own = summed_by_list(mass, group), inputs.selection.row_blocks()[rows]
+        mass, own = summed_by_list(mass, group), inputs.blocks(rows)
         column = torch.arange(mass.shape[-1], device=mass.device)
         others = column < own[:, None] if inputs.selection.is_causal else column != own[:, None]
         others = others & visible_blocks(inputs, batch)[:, :, None]
-        own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
+        own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None]) if batch.with_own else None
         of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries, group)
         compared = compare_rows(dense_scores, mass, own_mass, others, row_factors(batch, of_rows, len(rows)))
         grads[1] = compared.grad
@@ -269,11 +283,19 @@ def mean_divergence(compared: RowComparison, weights: Tensor) -> Tensor:
     return (compared.divergence * weights).sum() / weights.sum().clamp(min=1e-30)
 
 
-def compare_rows(scores: Tensor, mass: Tensor, own_mass: Tensor, compared: Tensor, factor: Tensor) -> RowComparison:
-    """Compare rows (b, h, r, l) on the blocks where `compared` is True; `factor` (b, h, r) multiplies gradients."""
-    logits = torch.cat([torch.where(compared, scores.to(mass.dtype), -torch.inf), torch.zeros_like(own_mass)], -1)
-    predicted = logits.log_softmax(-1)
-    target = torch.cat([torch.where(compared, mass, 0.0), own_mass], -1)
+def compare_rows(
+    scores: Tensor, mass: Tensor, own_mass: Tensor | None, compared: Tensor, factor: Tensor
+) -> RowComparison:
+    """Compare rows (b, h, r, l) on the blocks where `compared` is True, and on their own blocks with `own_mass`
+    (b, h, r, 1); `factor` (b, h, r) multiplies gradients."""
+    logits, target = torch.where(compared, scores.to(mass.dtype), -torch.inf), torch.where(compared, mass, 0.0)
+    if own_mass is None:
+        # Rows that see no other block have neither a target nor a prediction.
+        own_mass, logit = torch.zeros_like(target[..., :1]), torch.where(compared.any(-1, keepdim=True), -torch.inf, 0)
+    else:
+        logit = torch.zeros_like(own_mass)
+    predicted = torch.cat([logits, logit.to(logits.dtype).expand_as(own_mass)], -1).log_softmax(-1)
+    target = torch.cat([target, own_mass], -1)
     total = target.sum(-1, keepdim=True)
     # A row without weight, or with a weight that is not finite, has no gradient.
     valid = (total > 0) & (total < torch.inf)
@@ -301,7 +323,7 @@ def listed_mass(inputs: DistillInputs, rows: Tensor, blocks: Tensor, lse: Tensor
     sample = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
     group = (torch.arange(heads, device=key.device) // (heads // key.shape[1])).view(-1, 1, 1)
     found = []
-    width = 1 if selection.per_token else size
+    width = inputs.row_queries
     for begin, end in spans(r, inputs.step // (batch * heads * l * size * (width + key.shape[-1]))):
         token = inputs.tokens(rows[begin:end])
         real, token = token < n, token.clamp(max=n - 1)
@@ -326,7 +348,7 @@ def dense_mass(inputs: DistillInputs, rows: Tensor, weights: Tensor) -> tuple[Te
     selection, dtype = inputs.selection, weights.dtype
     batch, heads = inputs.query.shape[:2]
     n, size, t = selection.n, selection.block_size, selection.blocks
-    width = 1 if selection.per_token else size
+    width = inputs.row_queries
     found, logs = [], []
     for begin, end in spans(len(rows), inputs.step // (batch * heads * width * n)):
         token = inputs.tokens(rows[begin:end])

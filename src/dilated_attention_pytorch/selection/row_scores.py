@@ -18,16 +18,16 @@ class RowScores(torch.autograd.Function):
 
     Inputs with gradients, stacked over heads: weights and biases of the first layer and of the second, the mixture of
     summaries, both projections of the match, logarithms of temperatures. Inputs without gradients: `Factors`, the
-    `ScoreInputs` of the factors, the rows, tokens of a block, and whether rows are tokens.
+    `ScoreInputs` of the factors, the scored rows, and how many of them belong to a block.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         from .kernels.block_scores import scoring
 
-        factors, _, rows, block_size, per_token = ctx.settings = given[8:]
+        factors, _, rows, block_rows = ctx.settings = given[8:]
         # Few rows are distilled, and their scores are not rounded.
-        scores = scoring(factors._replace(rounds=False), block_size, per_token, is_causal=False)(rows)
+        scores = scoring(factors._replace(rounds=False), block_rows, is_causal=False)(rows)
         # Saved, so that autograd detects an update of the parameters between both passes.
         ctx.save_for_backward(*given[:8], scores, rows)
         return scores
@@ -38,6 +38,5 @@ class RowScores(torch.autograd.Function):
         from .kernels.score_gradients import parameter_gradients
 
         first, _, _, _, mixture, _, _, _, scores, rows = ctx.saved_tensors
-        factors, inputs, _, block_size, per_token = ctx.settings
-        size = block_size if per_token else 1
-        return *parameter_gradients(grads[0], scores, rows, factors, inputs, first, mixture, size), *(None,) * 5
+        factors, inputs, _, block_rows = ctx.settings
+        return *parameter_gradients(grads[0], scores, rows, factors, inputs, first, mixture, block_rows), *(None,) * 4

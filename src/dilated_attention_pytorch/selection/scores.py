@@ -1,17 +1,24 @@
-"""Scores of pairs of blocks from their content, in torch.
+"""Scores of key blocks for queries from their content, in torch.
 
-    s(I, J) = w2 . relu(Wq q_I + Wk k_J + b1) + b2  +  max (U q_a) . (V k_b) / sqrt(rank) over sub-blocks a of I, b of J
+    s(a, J) = w2 . relu(Wq q_I + Wk k_J + b1) + b2  +  max (U q_a) . (V k_b) / sqrt(rank) over sub-blocks b of J
 
-q_I is the mean of a block's queries, k_J a learned mixture of the mean, maximum and minimum of a
-block's keys. The first layer of the MLP on [q_I ; k_J] splits into a part of I and a part of J, so
-pairs of inputs are never formed. Inputs are detached: training the scorer does not change queries
-and keys.
+q_a is a query, or the mean of a few adjacent queries, of block I: a scored row. q_I is the mean of the block's queries,
+k_J a learned mixture of the mean, maximum and minimum of a block's keys. The first layer of the MLP on [q_I ; k_J]
+splits into a part of I and a part of J, so pairs of inputs are never formed. Inputs are detached: training the scorer
+does not change queries and keys.
+
+The scores of a row over temperature are logits of its predicted attention on other blocks. Tokens that select rank
+blocks by their scores. A block of queries ranks them by the sum of the predicted shares of its rows:
+
+    z(I, J) = log sum_a share(a, J),     share(a, .) = softmax(s(a, .) / temperature)
+
+With a coverage budget the own block takes part with the logit 0, and z(I, J) is relative to z(I, I).
 
 Heads that share a list of blocks share its score: the match is that of their queries and keys side by side,
 (sum of U q) . (sum of V k), and the MLP reads the means of their summaries.
 
 Shapes: b batch, h heads, s lists of a row (h, unless heads share them), g key heads, n tokens, t blocks, u sub-blocks
-of a block, r rows, k chosen blocks, d width. Features and scores have a head for each list.
+of a block, r scored rows, k chosen blocks, d width. Features and scores have a head for each list.
 """
 
 from __future__ import annotations
@@ -37,6 +44,8 @@ SUPER = 16
 """Blocks of a super-block."""
 CANDIDATES = 8
 """Blocks that a longer row is scored with, for each block that it keeps."""
+NONE = -1e30
+"""Score of blocks that a row cannot list: finite, for the gradients of rows without any other block."""
 
 Layer = tuple[Tensor, Tensor]
 """A linear layer of every head: weight (h or 1, after, before), bias (h or 1, after)."""
@@ -65,10 +74,6 @@ class QueryFeatures(NamedTuple):
 
     hidden: Tensor
     """(b, h, t, hidden): the first layer's part"""
-    units: Tensor
-    """(b, h, t, u, d), of query heads or already side by side for lists"""
-    unit_there: Tensor
-    """bool (b, h, t, u)"""
     keep: Tensor | None
     """(b, h, t, hidden): scaled dropout mask of hidden units"""
 
@@ -212,26 +217,35 @@ def _project_units(units: Tensor, match_key: Tensor, lists: int) -> Tensor:
     return projected.unflatten(2, units.shape[2:4])
 
 
-def query_features(rows: BlockSummaries, hidden: Tensor, parameters: ScorerParameters) -> QueryFeatures:
-    """Features of query blocks whose part of the first layer is `hidden`."""
-    return QueryFeatures(hidden, rows.units, rows.unit_there, hidden_mask(hidden, parameters))
+def scored_queries(
+    query: Tensor, units: Tensor, settings: SelectionSettings, padding: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Queries (b, h, r, d) of scored rows, and rows with a visible token, bool (b, r); None if all have one.
+
+    `units` (b, h, t, u, d) are the means of `row_unit` queries, if that is more than one. Where blocks select under a
+    causal mask, the rows of a block are those of the block before, as the units are already.
+    """
+    if settings.per_token:
+        return query, None
+    missing, own = -query.shape[2] % settings.block_size, units.flatten(2, 3)
+    if settings.row_unit == 1:
+        own = F.pad(query, (0, 0, 0, missing))
+        own = own.roll(settings.block_size, 2) if settings.is_causal else own
+    if padding is None and not missing:
+        return own, None
+    real = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool) if padding is None else ~padding
+    present = F.pad(real, (0, missing)).unflatten(1, (-1, settings.row_unit)).any(-1)
+    return own, present.roll(settings.block_size // settings.row_unit, 1) if settings.is_causal else present
 
 
 def features_of_lists(
-    rows: BlockSummaries,
-    keys: BlockSummaries,
-    hidden: Tensor,
-    columns: Tensor,
-    matched: Tensor,
-    parameters: ScorerParameters,
-    rows_are_whole: bool,
+    keys: BlockSummaries, hidden: Tensor, columns: Tensor, matched: Tensor, parameters: ScorerParameters
 ) -> tuple[QueryFeatures, KeyFeatures, Tensor]:
     """Features of query and key blocks from what `factor` computed, and blocks with a visible token, bool (b, s, t)."""
     lists = len(parameters.log_temperature)
-    if not rows_are_whole:
-        rows = rows._replace(unit_there=flags_of_lists(rows.unit_there, lists))
     key_features = KeyFeatures(columns, matched, flags_of_lists(keys.unit_there, lists))
-    return query_features(rows, hidden, parameters), key_features, flags_of_lists(keys.there, lists)
+    rows = QueryFeatures(hidden, hidden_mask(hidden, parameters))
+    return rows, key_features, flags_of_lists(keys.there, lists)
 
 
 def features(
@@ -240,7 +254,7 @@ def features(
     """Features of query and key blocks (b, h, t, ...) and (b, g, t, ...), for every list."""
     rows, keys = (for_lists(x, len(parameters.log_temperature)) for x in (rows, keys))
     hidden, columns, matched, *_ = factor(rows, keys, rows.units, parameters, layers)
-    return query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
+    return QueryFeatures(hidden, hidden_mask(hidden, parameters)), KeyFeatures(columns, matched, keys.unit_there)
 
 
 def scaled_halves(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -280,16 +294,20 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:
 class BlockScores:
     """Scores of the rows of one sequence, or of some of its rows, computed on request, in `full_precision`.
 
+    Methods number scored rows, `selecting_rows` of which select together; those that rank number rows that select.
+
     Args:
         parameters: of the scorer.
-        query: (b, h, r, d): queries of the rows, where rows are tokens; otherwise only device and dtype matter.
+        query: (b, h, r, d): queries of the scored rows.
         rows: features of query blocks.
         columns: features of all key blocks.
         layers: of the MLP, in the dtype of the scores.
         settings: of scoring and ranking.
         whole: no sub-block is empty; a sub-block that is not finite belongs to a block that is not visible.
-        ids: int64 (r): rows of the sequence, ascending; all rows if None.
+        ids: int64: the rows of the sequence that select, ascending; all rows if None.
         first: block of the first of `rows`.
+        rounds: ranking rounds both sides of the match, as for 16-bit queries.
+        present: bool (b, r): scored rows with a visible token, where blocks select; None if all have one.
     """
 
     def __init__(
@@ -303,26 +321,30 @@ class BlockScores:
         whole: bool,
         ids: Tensor | None = None,
         first: int = 0,
+        *,
+        rounds: bool,
+        present: Tensor | None = None,
     ) -> None:
         self.parameters, self.query, self.layers, self.whole = parameters, query, layers, whole
         self.group = query.shape[1] // len(parameters.log_temperature)
         self.settings, self.per_token, self.is_causal = settings, settings.per_token, settings.is_causal
-        self.block_size = settings.block_size
-        self.rows, self.units, self.units_there, self.keep = rows
+        self.block_size, self.block_rows = settings.block_size, settings.block_size // settings.row_unit
+        self.selecting_rows = 1 if settings.per_token else self.block_rows
+        """Scored rows that select together"""
+        self.row_count = query.shape[2] // self.selecting_rows
+        """Rows that select"""
+        self.rows, self.keep = rows
         self.hidden, self.matched, self.unit_there = columns
         self.rank = self.matched.shape[-1]
         self.root = max(self.rank, 1) ** -0.5
-        self.ids, self.first = ids, first
-        self.row_count = query.shape[2] if settings.per_token else self.matched.shape[2]
-        if ids is not None:
-            self.row_count = len(ids)
-        self.rounds = query.dtype.itemsize == 2
+        self.ids, self.first, self.present = ids, first, present
+        self.rounds, self.covers = rounds, settings.budget.coverage is not None
         self.records_graph = torch.is_grad_enabled()
         self.steps: ScoringSteps | None = None
         self.inputs: ScoreInputs | None = None
         self.halves: tuple[Tensor, Tensor, Tensor] | None = None
         self.left: Tensor | None = None
-        """(b, h, r, a, rank): query side of the match of all rows, if already computed"""
+        """(b, h, r, rank): query side of the match of all scored rows, if already computed"""
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -342,28 +364,30 @@ class BlockScores:
         """Blocks with a visible token, bool (b, h, t)."""
         return self.unit_there.any(-1)
 
-    def block_rows(self, rows: Tensor) -> Tensor:
-        """Blocks of the sequence that contain the given rows."""
-        rows = rows if self.ids is None else self.ids[rows]
-        return rows // self.block_size if self.per_token else rows
+    def block_of(self, rows: Tensor) -> Tensor:
+        """Blocks of the sequence that contain the given scored rows."""
+        if self.per_token:
+            return (rows if self.ids is None else self.ids[rows]) // self.block_size
+        own = rows // self.block_rows
+        return own if self.ids is None else self.ids[own]
 
     def chunk(self) -> int:
-        """Number of rows whose ranking fits `CHUNK`."""
+        """Number of rows that select whose ranking fits `CHUNK`."""
         batch, heads, t, units = self.unit_there.shape
-        hidden = self.rows.shape[-1]
-        own_units = 1 if self.per_token else self.units.shape[3]
-        # For each pair: matches of the row's sub-blocks, hidden units, a few words of noise and order.
+        hidden, queries = self.rows.shape[-1], self.selecting_rows
+        # For each pair: the score and its share, hidden units, a few words of noise and order.
         within = min(t, ALL_PAIRS)
-        each = within * own_units + within * hidden // (self.block_size if self.per_token else 1)
+        each = within * (1 if self.per_token else 3) * queries
+        each += within * hidden * queries // self.block_rows
         if t > ALL_PAIRS and self.rank:
             # Long rows hold copies of their candidates' keys.
             candidates = (self._most_supers + 1) * SUPER
-            each = max(each, candidates * (units * (self.rank + own_units) + hidden))
+            each = max(each, candidates * (units * (self.rank + queries) + hidden))
         return max(1, CHUNK // (batch * heads * (each + 8 * t) * self.rows.dtype.itemsize))
 
     @torch.no_grad()
     def ranked(self, begin: int, end: int, width: int | None = None) -> Tensor:
-        """Scores over temperature (b, h, rows, t) of a range of rows; -inf for pairs ruled out beforehand.
+        """Scores (b, h, rows, t) by which a range of rows selects; -inf for pairs ruled out beforehand.
 
         With `width`, the scores of rows that are compared with every block are those of the first `width` blocks.
 
@@ -389,30 +413,60 @@ class BlockScores:
         """First of the rows [begin, end) of a causal sequence that sees more than `ALL_PAIRS` blocks, or the end."""
         if self.ids is None:
             return min(max(begin, (ALL_PAIRS + 1) * (self.block_size if self.per_token else 1)), end)
-        rows = torch.arange(begin, end, device=self.query.device)
-        return begin + int((self.block_rows(rows) <= ALL_PAIRS).sum())
+        own = self.block_of(self._scored_rows(begin, end)[:: self.selecting_rows])
+        return begin + int((own <= ALL_PAIRS).sum())
+
+    def _scored_rows(self, begin: int, end: int) -> Tensor:
+        """Scored rows of the rows [begin, end) that select."""
+        return torch.arange(begin * self.selecting_rows, end * self.selecting_rows, device=self.query.device)
 
     def _from_all(self, begin: int, end: int, width: int) -> Tensor:
         """Scores in the form of `ranked` with each of the first `width` blocks."""
-        rows = torch.arange(begin, end, device=self.query.device)
+        rows = self._scored_rows(begin, end)
         every, which = self._distinct_blocks(begin, end)
-        scores = self._mlp(every, self.hidden[:, :, None, :width])
-        scores = scores if which is None else scores[:, :, which]
-        inverse = self.inverse
+        scores = self._mlp(every, self.hidden[:, :, None, :width])[:, :, which]
         if self.rank:
             keys, there = self.ranked_keys[:, :, None, :width], self.unit_there[:, :, None, :width]
             scores = scores.add(self._match(rows, keys, there, self.rounds), alpha=self.root)
-        return scores * inverse
+        column = torch.arange(width, device=rows.device)
+        scores = self._of_selecting(scores * self.inverse, rows, column, self.covers)
+        return scores.masked_fill(scores <= NONE / 2, -torch.inf)
 
-    def _distinct_blocks(self, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Blocks of the rows [begin, end) without repetition, and for tokens the index of each row's block in them."""
-        blocks = self.block_rows(torch.arange(begin, end, device=self.query.device))
-        if not self.per_token:
-            return blocks, None
+    def _of_selecting(self, scores: Tensor, rows: Tensor, column: Tensor, with_own: bool) -> Tensor:
+        """Scores by which rows select, from those of all of their scored rows (b, h, r, k) with the blocks `column`,
+        (k) or (b, h, rows that select, k). A score that is not finite predicts no attention. `with_own`: the own block
+        takes part, with the logit 0."""
+        if self.per_token:
+            return scores
+        queries = self.selecting_rows
+        own = self.block_of(rows[::queries])[:, None]
+        others = column < own if self.is_causal else column != own
+        shared = column.dim() == 1
+        others = others & (self.visible[:, :, None, : len(column)] if shared else self._take(self.visible, column))
+        return self._mean_shares(scores, rows, others, with_own)
+
+    def _mean_shares(self, scores: Tensor, rows: Tensor, others: Tensor, with_own: bool) -> Tensor:
+        """Logarithm of the shares of blocks summed over the scored rows of each row that selects; `NONE` or less where
+        not in `others` (b, h, rows that select, k), or where no scored row has a query and finite scores."""
+        queries = self.selecting_rows
+        scores = scores.unflatten(2, (-1, queries))
+        scores = scores.masked_fill(~(others[..., None, :] & scores.isfinite()), NONE)
+        total = (F.pad(scores, (0, 1)) if with_own else scores).logsumexp(-1, keepdim=True)
+        absent = total < NONE / 2
+        if self.present is not None:
+            absent = absent | ~self.present[:, rows].unflatten(1, (-1, queries))[:, None, ..., None]
+        total = total.masked_fill(absent, -NONE)
+        shares = (scores - total).logsumexp(3)
+        shares = shares - (-total).logsumexp(3) if with_own else shares
+        return torch.where(others & ~absent.all(3), shares, NONE)
+
+    def _distinct_blocks(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Blocks of the rows [begin, end) that select, and the index of each scored row's block in them."""
+        blocks = self.block_of(self._scored_rows(begin, end))
         if self.ids is not None:
             return torch.unique(blocks, return_inverse=True)
-        first = begin // self.block_size
-        return torch.arange(first, (end - 1) // self.block_size + 1, device=blocks.device), blocks - first
+        size = self.block_size if self.per_token else 1
+        return torch.arange(begin // size, (end - 1) // size + 1, device=blocks.device), blocks - begin // size
 
     @cached_property
     @torch.no_grad()
@@ -420,8 +474,7 @@ class BlockScores:
         """Factored form of the scores of all rows; None if there is none, or only some rows are here."""
         if len(self.layers) != 2 or self.ids is not None:
             return None
-        holes = (None, None) if self.whole else (None if self.per_token else self.units_there, self.unit_there)
-        own = self.query.unsqueeze(3) if self.per_token else self.units
+        own = self.query
         parameters, heads = self.parameters, len(self.parameters.log_temperature)
         weight, bias, project = *(x.select(1, 0) for x in self.layers[1]), parameters.match_query
         if self.group > 1:
@@ -429,17 +482,18 @@ class BlockScores:
         elif len(project) < heads:
             weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
         made = self.rows, self.hidden, weight, bias, own, project, self.matched, parameters.log_temperature
-        return Factors(*made, parameters.min_temperature, self.keep, *holes, self.halves, self.rounds)
+        there = None if self.whole else self.unit_there
+        return Factors(*made, parameters.min_temperature, self.keep, there, self.halves, self.rounds)
 
     def _projected_rows(self) -> Tensor:
-        """Query side of the match of all rows (b, h, r, a, rank), in chunks: heads side by side are a copy."""
-        one = self.query[:, :, 0] if self.per_token else self.units[:, :, 0]
-        parts = torch.arange(self.row_count, device=one.device).split(max(1, CHUNK // (one.nbytes + 1)))
+        """Query side of the match of all scored rows (b, h, r, rank), in chunks: heads side by side are a copy."""
+        count, one = self.query.shape[2], self.query[:, :, 0]
+        parts = torch.arange(count, device=one.device).split(max(1, CHUNK // (one.nbytes + 1)))
         return torch.cat([self._row_queries(rows, False) for rows in parts], 2)
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
         """Scores over temperature of pairs (b, h, r, k), with gradients; undefined for blocks >= t."""
-        own, at = self.block_rows(rows), blocks.long()
+        own, at = self.block_of(rows), blocks.long()
         # Gradients of one block are summed serially, so padding entries must not all name the same block.
         at = torch.where(at < self.visible.shape[2], at, own[:, None])
         scores = self._mlp(own, self._take(self.hidden, at))
@@ -450,8 +504,12 @@ class BlockScores:
 
     @torch.no_grad()
     def of_each(self, blocks: Tensor) -> Tensor:
-        """`of` for every row, without gradients, in chunks."""
+        """Scores by which every row selects, of blocks (b, h, rows, k), without gradients, in chunks."""
         batch, heads, rows, k = blocks.shape
+        if not self.per_token:
+            step, at = self.chunk(), blocks.long().clamp(max=self.visible.shape[2] - 1)
+            ends = [(i, min(i + step, rows)) for i in range(0, rows, step)]
+            return torch.cat([self.ranked(*end).gather(-1, at[:, :, slice(*end)]) for end in ends], 2)
         each = batch * heads * max(k, 1) * (self.rows.shape[-1] + self.unit_there.shape[3] * (self.rank + 1))
         step = max(1, CHUNK // (each * self.rows.dtype.itemsize))
         every = torch.arange(rows, device=blocks.device)
@@ -459,11 +517,17 @@ class BlockScores:
 
     def of_all(self, rows: Tensor) -> Tensor:
         """Scores over temperature of rows with every block (b, h, r, t), with gradients."""
-        scores = self._mlp(self.block_rows(rows), self.hidden[:, :, None])
+        scores = self._mlp(self.block_of(rows), self.hidden[:, :, None])
         if self.rank:
             match = self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None])
             scores = scores.add(match, alpha=self.root)
         return scores * self.inverse
+
+    def of_selecting(self) -> Tensor:
+        """Scores (b, h, rows, t) of all rows that select, beside 0 for the own block, with gradients."""
+        rows = torch.arange(self.query.shape[2], device=self.query.device)
+        column = torch.arange(self.visible.shape[2], device=rows.device)
+        return self._of_selecting(self.of_all(rows), rows, column, True)
 
     def _mlp(self, blocks: Tensor, hidden: Tensor) -> Tensor:
         at = blocks - self.first if self.first else blocks
@@ -475,34 +539,26 @@ class BlockScores:
         return None if self.whole else self._take(self.unit_there, at)
 
     def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None, rounds: bool = False) -> Tensor:
-        """Best match of sub-blocks (b, h, r, k) before 1 / sqrt(rank), with keys (b, h, r or 1, k, u, rank)."""
+        """Best match with a sub-block (b, h, r, k) before 1 / sqrt(rank), with keys (b, h, r, k, u, rank), which
+        adjacent rows may share: one line of keys for several rows, or for all."""
         mine = self._row_queries(rows, rounds)
         there = None if self.whole else there
         if matched.shape[2] == 1:
-            shared = matched[:, :, 0], None if there is None else there[:, :, 0]
-            best = best_match(mine.flatten(2, 3), *shared).unflatten(2, mine.shape[2:4])
+            best = best_match(mine, matched[:, :, 0], None if there is None else there[:, :, 0])
         else:
-            pairs = (mine @ matched.flatten(3, 4).mT).unflatten(-1, matched.shape[3:5])
-            best = (pairs if there is None else pairs.masked_fill(~there[:, :, :, None], -torch.inf)).amax(-1)
-        if there is not None and not self.per_token:
-            own_there = self.units_there[:, :, self.block_rows(rows) - self.first]
-            best = best.masked_fill(~own_there[..., None], -torch.inf)
-        # A token is its only sub-block.
-        best = best.select(3, 0) if self.per_token else best.amax(3)
+            grouped = mine.unflatten(2, (matched.shape[2], len(rows) // max(matched.shape[2], 1)))
+            pairs = (grouped @ matched.flatten(3, 4).mT).unflatten(-1, matched.shape[3:5])
+            pairs = pairs if there is None else pairs.masked_fill(~there[:, :, :, None], -torch.inf)
+            best = pairs.amax(-1).flatten(2, 3)
         # Pairs without a visible sub-block are ruled out elsewhere; a finite value keeps gradients finite.
         return best if there is None else torch.where(best > -torch.inf, best, 0.0)
 
     def _row_queries(self, rows: Tensor, rounds: bool) -> Tensor:
-        """Query side of the match (b, h, r, a, rank) of rows with a sub-blocks each."""
-        if self.per_token:
-            mine = self.query[:, :, rows, None].to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0)
-        else:
-            # Means of blocks are finite already.
-            mine = self.units[:, :, self.block_rows(rows) - self.first].to(self.rows.dtype)
+        """Query side of the match (b, h, r, rank) of scored rows."""
+        mine = self.query[:, :, rows].to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0)
         mine = join_heads(mine, len(self.parameters.log_temperature))
-        projected = mine.flatten(2, 3) @ join_projections(self.parameters.match_query, self.group).to(mine.dtype)
-        projected = projected.unflatten(2, mine.shape[2:4])
-        return rounded(projected, (3, 4)) if rounds else projected
+        projected = mine @ join_projections(self.parameters.match_query, self.group).to(mine.dtype)
+        return rounded(projected, (3,)) if rounds else projected
 
     def _take(self, x: Tensor, at: Tensor) -> Tensor:
         """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
@@ -532,30 +588,39 @@ class BlockScores:
         boxes = [edge(*each, sign) for each in (match, hidden) for sign in (-1, 1)]
         return SuperBoxes(boxes[0], boxes[1], boxes[2], boxes[3], some)
 
-    def super_bounds(self, begin: int, end: int) -> Tensor:
-        """Upper bounds (b, h, r, s), before temperature, of the scores of rows with the blocks of each super-block."""
-        boxes = self.super_boxes
-        rows = torch.arange(begin, end, device=self.query.device)
+    def super_bounds(self, rows: Tensor) -> Tensor:
+        """Upper bounds (b, h, r, s) of the scores over temperature of adjacent scored rows with the blocks of each
+        super-block; -inf for later super-blocks, and for the own one of a causal row."""
+        boxes, own = self.super_boxes, self.block_of(rows)
         mine = self._row_queries(rows, self.rounds)
-        match = mine.clamp(min=0).flatten(2, 3) @ boxes.high.mT + mine.clamp(max=0).flatten(2, 3) @ boxes.low.mT
-        match = match.unflatten(2, mine.shape[2:4]).amax(3)
-        every, which = self._distinct_blocks(begin, end)
-        at = every - self.first if self.first else every
+        match = mine.clamp(min=0) @ boxes.high.mT + mine.clamp(max=0) @ boxes.low.mT
+        every, which = torch.unique_consecutive(own, return_inverse=True)
+        at = every - self.first
         keep = None if self.keep is None else self.keep[:, :, at, None]
         hidden = boxes.hidden_low[:, :, None], boxes.hidden_high[:, :, None]
-        scores = bound_scores(self.rows[:, :, at, None], *hidden, keep, self.layers)
-        bounds = (scores if which is None else scores[:, :, which]).add(match, alpha=self.root)
-        return bounds.masked_fill(~boxes.there[:, :, None], -torch.inf)
+        scores = bound_scores(self.rows[:, :, at, None], *hidden, keep, self.layers)[:, :, which]
+        there = boxes.there[:, :, None]
+        if self.is_causal:
+            # The super-block of the row itself holds later blocks too: it is scored in any case, up to the row.
+            there = there & (torch.arange(there.shape[3], device=own.device) < own[:, None] // SUPER)
+        return (scores.add(match, alpha=self.root) * self.inverse).masked_fill(~there, -torch.inf)
+
+    def _best_bounds(self, rows: Tensor) -> Tensor:
+        """`super_bounds` of rows that select. For a block of queries the largest of its scored rows, each relative to
+        their sum over super-blocks: one with most of a single query's attention comes first."""
+        bounds = self.super_bounds(rows)
+        if self.per_token:
+            return bounds
+        bounds = bounds - F.pad(bounds.nan_to_num(NONE, neginf=NONE), (0, 1)).logsumexp(-1, keepdim=True)
+        if self.present is not None:
+            bounds = bounds.masked_fill(~self.present[:, None, rows, None], -torch.inf)
+        return bounds.unflatten(2, (-1, self.selecting_rows)).amax(3)
 
     def _from_supers(self, begin: int, end: int) -> Tensor:
         """Scores in the form of `ranked` with the blocks of the super-blocks whose bounds are largest."""
-        t = self.visible.shape[2]
-        rows = torch.arange(begin, end, device=self.query.device)
-        own, bounds = self.block_rows(rows)[:, None], self.super_bounds(begin, end)
+        t, rows, queries = self.visible.shape[2], self._scored_rows(begin, end), self.selecting_rows
+        own, bounds = self.block_of(rows[::queries])[:, None], self._best_bounds(rows)
         seen = own[:, 0] + 1 if self.is_causal else torch.full_like(own[:, 0], t)
-        if self.is_causal:
-            # The super-block of the row itself holds later blocks too: it is scored in any case, up to the row.
-            bounds = bounds.masked_fill(torch.arange(bounds.shape[3], device=own.device) >= own // SUPER, -torch.inf)
         best, supers = bounds.topk(self._most_supers, -1)
         wanted = -(-CANDIDATES * (self.settings.budget.rooms(seen) + 1) // SUPER)
         rank = torch.arange(supers.shape[3], device=own.device)
@@ -565,7 +630,8 @@ class BlockScores:
         at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
         outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
         match = self._match(rows, self._take(self.ranked_keys, at), self._seen(at), self.rounds)
-        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(match, alpha=self.root)
-        scores = (scores * self.inverse).masked_fill(outside, -torch.inf)
+        scores = self._mlp(own[:, 0], self._take(self.hidden, at)).repeat_interleave(queries, 2)
+        scores = self._of_selecting(scores.add(match, alpha=self.root) * self.inverse, rows, at, self.covers)
+        scores = scores.masked_fill(outside | (scores <= NONE / 2), -torch.inf)
         empty = torch.full((*at.shape[:3], t), -torch.inf, dtype=scores.dtype, device=scores.device)
         return empty.scatter_reduce_(-1, at, scores, "amax")

@@ -32,7 +32,7 @@ class SelectionSettings(NamedTuple):
     per_token: bool
     """Rows are tokens; otherwise blocks of queries."""
     row_unit: int
-    """Tokens of a query sub-block: a whole block where rows are tokens."""
+    """Tokens of a scored row: 1 where tokens select; a block of queries selects by all of its scored rows."""
     local_blocks: int
     sink_blocks: int
 
@@ -78,6 +78,10 @@ class Selection:
     @property
     def blocks(self) -> int:
         return -(-self.n // self.block_size)
+
+    def list_of(self, rows: Tensor, row_tokens: int | None) -> Tensor:
+        """Rows of `indices` that list the blocks of distilled rows (r); see `DistillBatch.row_tokens`."""
+        return rows if self.per_token or not row_tokens else rows * row_tokens // self.block_size
 
     def row_blocks(self) -> Tensor:
         """Block of each row, int64 (r)."""
@@ -188,14 +192,13 @@ class Gathered:
 
 
 class Factors(NamedTuple):
-    """Scores in factored form: w . relu(rows + columns) + bias, plus the best match of sub-blocks.
+    """Scores in factored form: w . relu(rows + columns) + bias, plus the best match of a query with a sub-block.
 
-    a are sub-blocks of a row, u of a key block; m or p may be 0. Tensors are float32, except queries, parameters and
-    masks.
+    m or p may be 0. Tensors are float32, except queries, parameters and masks.
     """
 
     rows: Tensor
-    """(b, h, t, m): by query block, also where rows are tokens"""
+    """(b, h, t, m): by query block"""
     columns: Tensor
     """(b, h, t, m)"""
     weight: Tensor
@@ -203,7 +206,7 @@ class Factors(NamedTuple):
     bias: Tensor
     """(h)"""
     own: Tensor
-    """(b, h, r, a, d): queries or their means, rows contiguous; without `project` the query side, (b, h, r, a, p)"""
+    """(b, h, r, d): queries of scored rows; without `project` the query side of the match, (b, h, r, p)"""
     project: Tensor | None
     """(h, d, p): projection of `own` to the query side of the match; None for lists that heads share"""
     right: Tensor
@@ -213,8 +216,6 @@ class Factors(NamedTuple):
     coldest: float
     keep: Tensor | None = None
     """(b, h, t, m): dropout factor of each hidden unit of a row"""
-    left_there: Tensor | None = None
-    """bool (b, h, r, a): query sub-blocks that are not empty, where rows are blocks; None if none is empty"""
     right_there: Tensor | None = None
     """bool (b, h, t, u)"""
     halves: tuple[Tensor, Tensor, Tensor] | None = None
@@ -233,15 +234,16 @@ class ScoreInputs(NamedTuple):
     units: Tensor
     """(b, g, t, u, d): of key blocks"""
     own: Tensor | None = None
-    """(b, h, r, a, d): queries or their means, for lists that heads share"""
+    """(b, h, r, d): queries of scored rows, for lists that heads share"""
 
 
 @dataclass(slots=True)
 class DistillBatch:
     """Rows on which block scores are distilled in one call, and the statistics of the call.
 
-    The scores of a row and 0 for its own block are logits, whose softmax learns the row's attention mass on blocks
-    (Kullback-Leibler divergence). The first `chosen` rows compare the blocks of the selection, the others all blocks.
+    The scores of a row are logits, whose softmax learns the row's attention mass on blocks (Kullback-Leibler
+    divergence); `with_own` adds 0 for its own block. The first `chosen` rows compare the blocks of the selection, the
+    others all blocks.
 
     >>> batch = DistillBatch(torch.tensor([3, 17, 40]))
     """
@@ -266,6 +268,11 @@ class DistillBatch:
     """float32 (5, b h, r): statistics of each row after a backward pass by kernels"""
     chosen_weight: float = 1.0
     """Factor on the gradients of the chosen rows, beside `weight`; not on their loss in `results`"""
+    row_tokens: int | None = None
+    """Adjacent queries of a row, a divisor of the block size; by default those of a row of the selection"""
+    with_own: bool = True
+    """Whether a row's own block, which it sees in any case, takes part, with the logit 0. Without it scores learn the
+    shares of the other blocks alone, which is all that a choice of a fixed number of them needs"""
 
     @property
     def chosen_rows(self) -> Tensor:

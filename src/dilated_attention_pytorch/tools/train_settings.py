@@ -79,7 +79,7 @@ class TrainSettings:
             from ..nn.adaptive.learned_text import LearnedText
 
             # Checkpoints name the score unit, whose default has changed.
-            unit = LearnedText.parse(self.pattern or "").config.unit(is_causal=True)
+            unit = LearnedText.parse(self.pattern or "").config.score_unit
             object.__setattr__(self, "pattern", f"{self.pattern};score_unit={unit}")
 
     @classmethod

@@ -57,9 +57,8 @@ class AdaptiveConfig:
     """Every row keeps blocks nearer than this; 1 is its own block alone."""
     match_rank: int = 32
     """Width of the match between sub-blocks, 0 for none."""
-    score_unit: int | None = None
-    """Tokens of a sub-block. None: 1 where tokens select, 4 where blocks of queries select, as there all pairs of a
-    query's and a key's sub-blocks are matched."""
+    score_unit: int = 1
+    """Tokens of a sub-block of keys, and where blocks of queries select also of queries: the match compares means."""
     score_gradient: ScoreGradient = "distill"
     """Training signal of the scorer. Only "distill" is measured to work; the others need n <= 8192."""
     distill_rows: float = 0.02
@@ -94,9 +93,7 @@ class AdaptiveConfig:
             raise must("min_temperature must be > 0", self.min_temperature)
         if not self.temperature >= self.min_temperature:
             raise must(f"temperature must be >= min_temperature {self.min_temperature}", self.temperature)
-        if self.score_unit is not None and self.score_unit < 1:
-            raise must("score_unit must be >= 1, or None", self.score_unit)
-        positive = ("hidden_dim", "num_layers", "k_min", "local_blocks")
+        positive = ("score_unit", "hidden_dim", "num_layers", "k_min", "local_blocks")
         for name, least in (dict.fromkeys(positive, 1) | {"sink_blocks": 0, "match_rank": 0}).items():
             if getattr(self, name) < least:
                 raise must(f"{name} must be >= {least}", getattr(self, name))
@@ -139,10 +136,6 @@ class AdaptiveConfig:
         """Whether rows are tokens."""
         return is_causal if self.granularity == "auto" else self.granularity == "token"
 
-    def unit(self, is_causal: bool) -> int:
-        """Tokens of a sub-block in a call."""
-        return self.score_unit or (1 if self.per_token(is_causal) else 4)
-
     def group_of(self, num_heads: int, num_kv_heads: int) -> int:
         """Query heads that share a list, of so many query and key heads."""
         if self.select == "head":
@@ -160,8 +153,8 @@ class AdaptiveConfig:
     def settings(self, block_size: int, is_causal: bool) -> SelectionSettings:
         """Settings of scoring and ranking for a call."""
         budget = Budget(self.kept, self.adaptive_ratio, self.k_min, self.k_max)
-        per_token, unit = self.per_token(is_causal), self.unit(is_causal)
-        row_unit = block_size if per_token else unit
+        per_token, unit = self.per_token(is_causal), self.score_unit
+        row_unit = 1 if per_token else min(unit, block_size)
         near = self.local_blocks, self.sink_blocks
         return SelectionSettings(budget, block_size, unit, is_causal, per_token, row_unit, *near)
 

@@ -52,13 +52,15 @@ def attend_over_ranks(
         about = None
         given: tuple[Tensor, Tensor] | None = None
         if distills:
-            rows = layout.n if choice.per_token else choice.blocks
-            batch = layer.draw_batch(scores, choice.indices, rows)
-            some, others = (_held(choice, rows) for rows in (batch.chosen_rows, batch.dense_rows))
+            unit = scores.settings.row_unit
+            batch = layer.draw_batch(scores, choice.indices, -(-layout.n // unit))
+            each = batch.chosen_rows, batch.dense_rows
+            some, others = (_held(choice, rows * unit) for rows in each)
             about = RankBatch(choice, batch, some, others, whole_padding)
-            chosen = torch.searchsorted(choice.rows, batch.chosen_rows[some])
-            dense = torch.searchsorted(choice.rows, batch.dense_rows[others])
-            given = scores.of(chosen, choice.indices[:, :: scores.group, chosen]), scores.of_all(dense)
+            together = scores.selecting_rows
+            chosen, dense = (_local(choice, together, rows) for rows in (each[0][some], each[1][others]))
+            lists = choice.indices[:, :: scores.group, chosen // together]
+            given = scores.of(chosen, lists), scores.of_all(dense)
         layer.store_statistics(_density(choice), None if about is None else about.batch)
     result = attend_chosen(query, key, value, choice, scale=scale, padding=whole_padding, backend=layer.backend)
     if about is None or given is None:
@@ -149,14 +151,21 @@ def _choose(
     at = layout.positions(ranks.rank).to(query.device)
     mine = None if padding is None else padding[:, at]
     query, key, dtype = query.detach(), key.detach(), score_dtype(query)
-    row_sums = sums_at(query, at, layout.n, size, settings.row_unit, mine, dtype)
+    # Queries of a block that selects may lie on other ranks.
+    row_unit = size if settings.per_token else settings.row_unit
+    row_sums = sums_at(query, at, layout.n, size, row_unit, mine, dtype)
     key_sums = sums_at(key, at, layout.n, size, settings.score_unit, mine, dtype)
     rows, keys = _summed(row_sums, False, ranks.group), _summed(key_sums, True, ranks.group)
     layers = cast_layers(parameters.stacks, dtype)
     ids = at if settings.per_token else torch.unique(at // size)
     whole = padding is None and layout.n % size == 0
-    parts = features(rows.before() if is_causal else rows, keys, parameters, layers)
-    scores = BlockScores(parameters, query, *parts, layers, settings, whole, ids)
+    rows = rows.before() if is_causal else rows
+    own, present = query, None
+    if not settings.per_token:
+        own, present = rows.units[:, :, ids].flatten(2, 3), rows.unit_there[:, 0, ids].flatten(1)
+    parts, rounds = features(rows, keys, parameters, layers), query.dtype.itemsize == 2
+    given = parameters, own, *parts, layers, settings, whole, ids
+    scores = BlockScores(*given, rounds=rounds, present=None if whole else present)
     indices = select_rows(scores, ids, layer.explores())
     width = torch.tensor([indices.shape[-1]], device=query.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=ranks.group)
@@ -167,16 +176,20 @@ def _choose(
     return scores, Choice(layout, ranks.rank, ranks.group, ids, indices, size, is_causal, *near)
 
 
-def _held(choice: Choice, rows: Tensor) -> Tensor:
-    """Rows of the sequence whose first token this rank holds, bool."""
-    first = rows if choice.per_token else rows * choice.block_size
-    return (choice.layout.locate(first.cpu())[0] == choice.rank).to(rows.device)
+def _held(choice: Choice, tokens: Tensor) -> Tensor:
+    """Tokens of the sequence that this rank holds, bool."""
+    return (choice.layout.locate(tokens.cpu())[0] == choice.rank).to(tokens.device)
+
+
+def _local(choice: Choice, together: int, rows: Tensor) -> Tensor:
+    """Scored rows of the sequence, so many of which select together, as those of this rank."""
+    return torch.searchsorted(choice.rows, rows // together) * together + rows % together
 
 
 def _density(choice: Choice) -> Tensor:
     """Blocks seen over blocks that dense attention sees, of all ranks."""
     t, own = choice.blocks, choice.own
-    answered = _held(choice, choice.rows).double()
+    answered = _held(choice, choice.rows if choice.per_token else own * choice.block_size).double()
     seen = 1 + (choice.forced() < t).sum(1) + (choice.indices < t).sum(-1).double().mean((0, 1))
     dense = own + 1 if choice.is_causal else torch.full_like(own, t)
     both = torch.stack([(seen * answered).sum(), (dense * answered).sum()])

@@ -194,7 +194,7 @@ def captured_mass(core: BlockSparseAdaptive, call: LayerCall, untrained: ScorerS
     row = torch.linspace(0, rows - 1, wanted, device=visible.device).round().long().unique()
     mass = dense_mass(inputs, row, query_weights(call.query, call.padding))[0].double()
     mass = summed_by_list(mass, selection.group)
-    forced, others = candidates(selection, row, visible)
+    forced, others = candidates(selection, inputs.blocks(row), visible)
     with scorer_of(core, untrained):
         before, _ = _selected(core, call)
     counts = selection.counts[:, :, row].long()
@@ -228,7 +228,7 @@ def attend_by(
         else:
             shape = *visible.shape[:2], len(row), selection.blocks
             scores = torch.rand(shape, generator=generator, device=generator.device).to(visible.device)
-        _, others = candidates(selection, row, visible)
+        _, others = candidates(selection, inputs.blocks(row), visible)
         counts = selection.counts[:, :, row]
         lists.append(best(scores, others, counts, selection.indices.shape[3], selection.blocks))
     chosen = replace(selection, indices=torch.cat(lists, 2))

@@ -51,15 +51,15 @@ class AdaptiveCache(KVCache):
                        'Use hard_sparsity=True and score_gradient="distill" or "none".')  # fmt: skip
         self.layer = layer
         self._features: list[Tensor] = []
-        """Key features, then query features, by block, (b, s, blocks, ...); zero for incomplete blocks. The match of
-        16-bit queries is stored as ranking rounds it, in float16, with its scales at the end."""
-        self._unfinished: Tensor | None = None
-        """(b, h, block size, d): queries of the tokens since the last complete block"""
+        """Features of keys, then of means of queries, by block, (b, s, blocks, ...); zero for incomplete blocks. The
+        match of 16-bit queries is stored as ranking rounds it, in float16, with its scales at the end."""
+        self._queries: Tensor | None = None
+        """(2, b, h, block size, d): queries of the last complete block, and of the tokens since then"""
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        own = [*self._features, *([] if self._unfinished is None else [self._unfinished])]
+        own = [*self._features, *([] if self._queries is None else [self._queries])]
         return super().nbytes + sum(x.numel() * x.element_size() for x in own)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
@@ -72,19 +72,20 @@ class AdaptiveCache(KVCache):
         """Continue sample i from the tokens of sample `samples[i]`, as a beam search does."""
         super().reorder(samples)
         self._features = [x[samples] for x in self._features]
-        self._unfinished = None if self._unfinished is None else self._unfinished[samples]
+        self._queries = None if self._queries is None else self._queries[:, samples]
 
     def _prompt(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
         found = self.layer(*(x.transpose(1, 2) for x in (query, key, value)), is_causal=True)
         size = self.layer.block_size
         done = [length // size for length in self.lengths]
-        self._unfinished = query.new_zeros(*query.shape[:2], size, query.shape[3])
+        self._queries = query.new_zeros(2, *query.shape[:2], size, query.shape[3])
         if max(done):
             end = max(done) * size
             self._store(slice(None), 0, query[:, :, :end], key[:, :, :end])
         for sample, (blocks, length) in enumerate(zip(done, self.lengths, strict=True)):
+            self._queries[0, sample] = query[sample, :, (blocks - 1) * size : blocks * size].detach() if blocks else 0
             rest = query[sample, :, blocks * size : length].detach()
-            self._unfinished[sample, :, : rest.shape[1]] = rest
+            self._queries[1, sample, :, : rest.shape[1]] = rest
             for stored in self._features:
                 stored[sample, :, blocks:] = 0
         return found.transpose(1, 2)
@@ -98,7 +99,7 @@ class AdaptiveCache(KVCache):
             layers = cast_layers(parameters.stacks, score_dtype(query))
             summaries = summarise(query.detach(), key.detach(), settings, None, before=False)
             rows, columns = features(*summaries, parameters, layers)
-        stored = [*columns, *rows[:3]]
+        stored = [*columns, rows.hidden]
         if query.dtype.itemsize == 2 and columns.matched.shape[-1]:
             halves, scale = scaled_halves(columns.matched, (3, 4))
             stored = [stored[0], halves, *stored[2:], scale]
@@ -133,14 +134,15 @@ class AdaptiveCache(KVCache):
 
     def _run(self, samples: Any, query: Tensor, position: int) -> Tensor:
         """Rows of tokens from `position` on, all in one block."""
-        assert self._key is not None and self._unfinished is not None
+        assert self._key is not None and self._queries is not None
         size = self.layer.block_size
         own, at = divmod(position, size)
-        self._unfinished[samples, :, at : at + query.shape[2]] = query
+        self._queries[1, samples, :, at : at + query.shape[2]] = query
         found = self._attend(samples, query, position, self._chosen(samples, query, position))
         if at + query.shape[2] == size:
             keys = self._key[samples, :, own * size : (own + 1) * size]
-            self._store(samples, own, self._unfinished[samples], keys)
+            self._queries[0, samples] = self._queries[1, samples]
+            self._store(samples, own, self._queries[0, samples], keys)
         return found
 
     def _chosen(self, samples: Any, query: Tensor, position: int) -> Tensor:
@@ -157,16 +159,19 @@ class AdaptiveCache(KVCache):
             return forced
         held = [x[samples] for x in self._features]
         columns = KeyFeatures(*(x[:, :, : own + 1] for x in held[:3]))
-        hidden, units, there = (x[:, :, own - 1 : own] for x in held[3:6])
-        rows = QueryFeatures(hidden, units, there, None)
+        hidden = held[3][:, :, own - 1 : own]
+        rows = QueryFeatures(hidden, None)
         ids = position + torch.arange(query.shape[2], device=device) if per_token else mine
         settings, parameters = config.settings(size, True), layer.scorer.selecting_parameters()
         with full_precision(device):
-            layers = cast_layers(parameters.stacks, rows.hidden.dtype)
-            for scale in held[6:]:
+            layers, rounds = cast_layers(parameters.stacks, hidden.dtype), query.dtype.itemsize == 2
+            for scale in held[4:]:
                 columns = columns._replace(matched=columns.matched.to(hidden.dtype).ldexp(scale[:, :, : own + 1]))
-            scores = BlockScores(parameters, query, rows, columns, layers, settings, True, ids, own)
-            if held[6:]:
+            if not per_token:
+                assert self._queries is not None
+                query = self._queries[0, samples].unflatten(2, (-1, settings.row_unit)).to(hidden.dtype).mean(3)
+            scores = BlockScores(parameters, query, rows, columns, layers, settings, True, ids, own, rounds=rounds)
+            if held[4:]:
                 # Rounded already.
                 scores.ranked_keys = columns.matched
             listed = select_rows(scores, ids).long()

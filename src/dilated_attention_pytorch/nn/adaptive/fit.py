@@ -51,7 +51,7 @@ def moments_of(query: Tensor, key: Tensor, settings: SelectionSettings, padding:
     with full_precision(query.device):
         rows, keys = (for_lists(x, lists) for x in summarise(query, key, settings, padding, before=False))
         own = rows.units.flatten(2, 3)
-        if settings.per_token:
+        if settings.row_unit == 1:
             own = join_heads(query.to(own.dtype).nan_to_num(0.0, 0.0, 0.0), lists)
             own = own if padding is None else own.masked_fill(padding[:, None, :, None], 0.0)
         # Sub-blocks without a visible token are 0 and take no part in the sums.

@@ -23,12 +23,14 @@ def captured_more(
 ) -> Tensor:
     """Share of the attention (s) that blocks chosen by one score capture beyond those chosen by the other.
 
-    Both choose as many blocks as the selection lists for a row. -1 for lists whose trained scores are not finite.
+    Scored rows choose by themselves, as many blocks as the selection lists for them. -1 for lists whose trained scores
+    are not finite.
     """
     rows, selection = rows[:: -(-len(rows) // MOST_ROWS)], inputs.selection
     mass = summed_by_list(dense_mass(inputs, rows, weights)[0], selection.group)
-    _, others = candidates(selection, rows, trained.visible)
-    counts, slots = selection.counts[:, :, rows], selection.indices.shape[3]
+    _, others = candidates(selection, inputs.blocks(rows), trained.visible)
+    counts = selection.counts[:, :, selection.list_of(rows, inputs.row_tokens)]
+    slots = selection.indices.shape[3]
     with full_precision(rows.device):
         both, held = [scores.of_all(rows) for scores in (trained, start)], []
     for score in both:
@@ -46,12 +48,12 @@ def query_weights(query: Tensor, padding: Tensor | None) -> Tensor:
     return weights if padding is None else weights.masked_fill(padding[:, None], 0.0)
 
 
-def candidates(selection: Selection, row: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks that rows keep without a choice, bool (r, t), and blocks that they may list, bool (b, s, r, t)."""
-    own = row // selection.block_size if selection.per_token else row
+def candidates(selection: Selection, own: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks that rows in the blocks `own` (r) keep without a choice, bool (r, t), and blocks that they may list, bool
+    (b, s, r, t)."""
     near = selection.local_blocks, selection.sink_blocks, selection.is_causal
     forced = shared_blocks(own, selection.blocks, *near)
-    column = torch.arange(selection.blocks, device=row.device)
+    column = torch.arange(selection.blocks, device=own.device)
     within = column < own[:, None] if selection.is_causal else column != own[:, None]
     return forced, within & ~forced & visible[:, :, None]
 

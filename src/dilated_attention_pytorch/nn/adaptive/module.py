@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from warnings import warn
@@ -145,7 +144,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
         if block_size not in BLOCK_SIZES:
             raise must(f"block_size must be one of {BLOCK_SIZES}", block_size)
-        if block_size % min(config.score_unit or 1, block_size):
+        if block_size % min(config.score_unit, block_size):
             raise must(f"block_size must be a multiple of score_unit {config.score_unit}", block_size)
         if num_heads < 1 or head_dim < 1:
             raise must("num_heads and head_dim must be >= 1", f"{num_heads} and {head_dim}")
@@ -293,18 +292,20 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         if self.training and self.config.fitted_start and 0 < self.config.dense_steps == self._steps:
             self._fit_start(q, k, is_causal, key_padding_mask)
         given = q, k, is_causal, key_padding_mask
-        distills = self.is_distilling()
+        distills, explores = self.is_distilling(), self.explores()
         chooser = scores = self.score_blocks(*given, "stack" if distills else "selecting")
         if self.config.guarded and distills:
             self._check_one_process()
             chooser = self.score_blocks(*given)
-        selection = select(chooser, q.shape[2], self.explores())
+        selection = select(chooser, q.shape[2], explores)
         stored, weighted, lse, compared = selection.without_lists(), self.is_weighted(), None, None
-        batch = self.draw_batch(scores, selection.indices, scores.row_count) if distills else None
+        rows = -(-q.shape[2] // scores.settings.row_unit)
+        batch = self.draw_batch(scores, selection.indices, rows) if distills else None
         self.__dict__.update(_selected=stored, _batch=batch)
         if self.config.guarded and batch is not None:
             start = self.score_blocks(*given, "start")
-            inputs = distill_inputs(q, k, selection, scale_of(self.softmax_scale, self.head_dim), key_padding_mask)
+            scale = scale_of(self.softmax_scale, self.head_dim)
+            inputs = distill_inputs(q, k, selection, scale, key_padding_mask, row_tokens=batch.row_tokens)
             weights = query_weights(q.transpose(1, 2), key_padding_mask)
             compared = captured_more(scores, start, inputs, batch.dense_rows, weights)
         learned = None if batch is None else partial(score_rows, scores)
@@ -422,7 +423,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             raise must("guarded=True must be trained in one process", f"{world_size()} ranks", "Set guarded=False.")
 
     def draw_batch(self, scores: BlockScores, indices: Tensor, rows: int) -> DistillBatch:
-        """Draw the rows, of `rows` in the sequence, on which the scorer is distilled in this step."""
+        """Draw the rows, of `rows` scored ones in the sequence, on which the scorer is distilled in this step."""
         config = self.config
         dense = config.distill_rows, config.distill_min_tokens, config.distill_memory
         return draw_batch(scores, rows, indices.shape[-1], *dense, config.distill_weight, config.saliency_weighted)
@@ -442,7 +443,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         own = selection.row_blocks()[:, None]
         column = torch.arange(selection.blocks, device=q.device)
         with full_precision(q.device):
-            logits = scores.of_all(torch.arange(scores.row_count, device=q.device)).masked_fill(column == own, 0.0)
+            logits = scores.of_selecting().masked_fill(column == own, 0.0)
         share = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1).masked_fill(~allowed, 0.0)
         if self.config.score_gradient == "none":
             share = share.detach()
@@ -455,8 +456,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def _captured(self, inputs: DistillInputs, lse: Tensor) -> Tensor:
         n = inputs.selection.n
         token = torch.linspace(0, n - 1, min(n, PROBES), device=lse.device).long()
-        by_token = inputs._replace(selection=replace(inputs.selection, per_token=True))
-        _, whole = dense_mass(by_token, token, torch.ones_like(lse))
+        _, whole = dense_mass(inputs._replace(row_tokens=1), token, torch.ones_like(lse))
         return captured(lse, whole, token[:, None])
 
     def auxiliary_loss(self) -> Tensor:

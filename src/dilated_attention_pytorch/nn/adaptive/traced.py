@@ -136,11 +136,11 @@ def _backward(
         return [*grads, *(torch.zeros_like(x) for x in parameters)]
     config = learned.config
     dense = config.distill_rows, config.distill_min_tokens, config.distill_memory
-    rows = scores.row_count, selection.indices.shape[-1]
+    rows = -(-query.shape[2] // scores.settings.row_unit), selection.indices.shape[-1]
     batch = draw_batch(scores, *rows, *dense, config.distill_weight, config.saliency_weighted)
     with torch.enable_grad():
         compared = score_rows(scores, batch, selection.indices)
-    inputs = distill_inputs(query, key, selection, scale, padding)
+    inputs = distill_inputs(query, key, selection, scale, padding, row_tokens=batch.row_tokens)
     score_grads = distill(inputs, batch, lse, grad_output, *compared)
     pairs = [(x, grad) for x, grad in zip(compared, score_grads, strict=True) if x is not None and grad is not None]
     heads, tails = zip(*pairs, strict=True)

@@ -1,7 +1,7 @@
 """Attention mass of queries on key blocks, without an array of scores, and gradients of a scorer's scores.
 
-Names as in `primitives`. A row is W queries, a block or one token, whose attention is one distillation target. With ALL
-a row is compared on every block, otherwise on its own block and then on its listed blocks.
+Names as in `primitives`. A row is W queries of a block, whose attention is one distillation target; EACH rows have one
+list. With ALL a row is compared on every block, otherwise on its own block and then on its listed blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ...kernels.triton.primitives import LN2, NO_KEY, load_rows
 def block_lse(
     p_q, p_k, p_rows, p_blocks, p_padding, p_logs, program, stream, scale, n, blocks, rows, queries, total, width,
     heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the LSE over one key block of BM of the `queries` queries of a row; -inf if a query sees no key of it.
     `p_logs` is [streams, rows, queries, width]; `width` is the number of blocks of a row. LISTED heads share a list."""
@@ -33,7 +34,8 @@ def block_lse(
     block = slot.to(tl.int64)
     if not ALL:
         first = tl.load(p_rows + row)
-        p_own = p_blocks + ((stream // LISTED if LISTED > 1 else stream) * total + first) * (width - 1) + slot - 1
+        list_row = first // EACH if EACH > 1 else first
+        p_own = p_blocks + ((stream // LISTED if LISTED > 1 else stream) * total + list_row) * (width - 1) + slot - 1
         block = tl.where(slot == 0, first * W // BLOCK, tl.load(p_own, mask=slot > 0, other=0).to(tl.int64))
     o_line = ((stream * rows + row) * queries + o_i) * width + slot
     o_d = tl.arange(0, DP)
@@ -66,8 +68,9 @@ def block_lse(
 def block_lse_kernel(
     p_q, p_k, p_rows, p_blocks, p_padding, p_logs, scale, n, blocks, chosen, dense, slots, total, programs, at_all,
     heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BMA: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BMA: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`block_lse` of `chosen` rows on their lists, in the first `programs` programs; of `dense` rows on all blocks."""
     program = tl.program_id(0)
@@ -76,14 +79,14 @@ def block_lse_kernel(
         block_lse(
             p_q, p_k, p_rows, p_blocks, p_padding, p_logs, program, stream, scale, n, blocks, chosen, W, total,
             slots + 1, heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-            BLOCK, BM, BN, W, D, DP, LISTED, False, CAUSAL, PADDING, PRECISION,
+            BLOCK, BM, BN, W, EACH, D, DP, LISTED, False, CAUSAL, PADDING, PRECISION,
         )  # fmt: skip
     else:
         # Rows on all blocks have no lists that differ, so that queries of several short rows share a tile.
         block_lse(
             p_q, p_k, p_rows + chosen, p_blocks, p_padding, p_logs + at_all, program - programs, stream, scale, n,
             blocks, 1, dense * W, total, blocks, heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-            BLOCK, BMA, BN, W, D, DP, LISTED, True, CAUSAL, PADDING, PRECISION,
+            BLOCK, BMA, BN, W, EACH, D, DP, LISTED, True, CAUSAL, PADDING, PRECISION,
         )  # fmt: skip
 
 
@@ -138,15 +141,15 @@ def distill_row(
     p_logs, p_scores, p_list, p_visible, p_lse, p_do, p_mean, p_padding, p_grad, p_found, place, n, blocks, width,
     every, factor, sg_n, sl_h, sg_h, BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr,
     T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr,
-    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
+    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the scores of one row of at most L blocks, from the LSEs of its queries on each block.
 
     The target is the attention mass of the row's queries, summed over LISTED heads, whose LSEs are `sl_h` apart; the
-    prediction is the softmax of the scores, with 0 for the row's own block. Five statistics are stored `every` elements
-    apart: divergence times weight, entropy (with ALL, otherwise 0), kept share of attention, number of queries, weight.
-    The weight is the number of queries, or with SALIENCY W times the mean norm of gradients, which also multiplies the
-    gradients. With T, the scores and gradients of a listed row are arrays over up to T blocks.
+    prediction is the softmax of the scores, with OWN also of 0 for the row's own block. Five statistics are stored
+    `every` elements apart: divergence times weight, entropy (with ALL, otherwise 0), kept share of attention, number of
+    queries, weight. The weight is the number of queries, or with SALIENCY W times the mean norm of gradients, which
+    also multiplies the gradients. With T, the scores and gradients of a listed row are arrays over up to T blocks.
     """
     own = place * W // BLOCK
     o_l = tl.arange(0, L)
@@ -184,11 +187,17 @@ def distill_row(
         b_compared = b_block < blocks
         o_entry = b_block if T else o_l - 1
     b_logit = tl.load(p_scores + o_entry, mask=b_compared, other=NO_KEY)
-    b_logit = tl.where(b_own, 0.0, b_logit)
+    if OWN:
+        b_logit = tl.where(b_own, 0.0, b_logit)
+        b_mass = tl.where(b_compared | b_own, b_mass, 0.0)
+    else:
+        # A row that sees no other block has neither a target nor a prediction.
+        alone = tl.max(b_compared.to(tl.int32), 0) == 0
+        b_logit = tl.where(b_own & alone, 0.0, b_logit)
+        b_mass = tl.where(b_compared, b_mass, 0.0)
     top = tl.max(b_logit, 0)
     b_log = b_logit - (top + tl.log(tl.sum(tl.exp(b_logit - top), 0)))
     b_share = tl.exp(b_log)
-    b_mass = tl.where(b_compared | b_own, b_mass, 0.0)
     mass = tl.sum(b_mass, 0)
     # A row without weight, or with a weight that is not finite, has no gradient.
     if LISTED == 1:
@@ -223,9 +232,9 @@ def distill_row(
 def distill_kernel(
     p_logs, p_scores, p_all_scores, p_lists, p_visible, p_rows, p_lse, p_do, p_mean, p_padding, p_grad, p_all_grad,
     p_found, n, blocks, chosen, slots, total, at_all, heads, factor, all_factor, sg_b, sg_h, sg_n,
-    BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, BMA: tl.constexpr, LA: tl.constexpr,
-    T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr,
-    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
+    BLOCK: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, BMA: tl.constexpr,
+    LA: tl.constexpr, T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr,
+    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """`distill_row` for each row: first `chosen` rows on their lists, then the other rows on all blocks. With T,
     `p_scores` and `p_grad` are arrays over all blocks for both kinds. `heads` is the number of lists of a row, each
@@ -241,7 +250,7 @@ def distill_kernel(
     p_lse += stream * LISTED * n
     p_mean += stream * LISTED
     p_visible += stream * blocks
-    p_list = p_lists + (stream * total + place) * slots
+    p_list = p_lists + (stream * total + (place // EACH if EACH > 1 else place)) * slots
     p_found += stream * rows + row
     o_line = (stream * rows + row) * blocks
     if row < chosen:
@@ -252,7 +261,7 @@ def distill_kernel(
             p_logs + first * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean, p_padding,
             p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n,
             chosen.to(tl.int64) * W * (slots + 1), sg_h,
-            BLOCK, W, BM, L, T, E, EP, LISTED, False, CAUSAL, SALIENCY, FLOOR, PADDING,
+            BLOCK, W, BM, L, T, E, EP, LISTED, False, CAUSAL, SALIENCY, FLOOR, PADDING, OWN,
         )  # fmt: skip
     else:
         line = stream * dense + row - chosen
@@ -262,5 +271,5 @@ def distill_kernel(
             p_logs + at_all + first * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean,
             p_padding, p_all_grad + o_entry, p_found, place, n, blocks, blocks, every, all_factor, sg_n,
             dense.to(tl.int64) * W * blocks, sg_h,
-            BLOCK, W, BMA, LA, T, E, EP, LISTED, True, CAUSAL, SALIENCY, FLOOR, PADDING,
+            BLOCK, W, BMA, LA, T, E, EP, LISTED, True, CAUSAL, SALIENCY, FLOOR, PADDING, OWN,
         )  # fmt: skip

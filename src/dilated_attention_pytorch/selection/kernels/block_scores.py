@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.launch.launcher import CACHE_SIZE, Launch, launch, prepared
 from ...kernels.triton.launches import dot_precision, padded_width
 from ..types import Factors
-from .block_scores_kernels import hidden_kernel, match_kernel, split_kernel
+from .block_scores_kernels import hidden_kernel, match_kernel, selecting_kernel, split_kernel
 
 HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
 """Warps, hidden units per step and pipeline stages of `hidden_kernel`, by the rows (and blocks) of a program. Several
@@ -20,15 +20,17 @@ stages use shared memory. A thread holds 4 rows and 16, 8 or 4 blocks."""
 HIDDEN_REGISTERS = 128
 """Register limit of `hidden_kernel`. With an explicit limit the assembler issues the loads of several units at once;
 otherwise it uses fewer registers and loads unit by unit."""
-MATCHED, UNITS_TOGETHER = 64, 128
-"""Sub-blocks of rows and sub-blocks of key blocks in one product of rank up to 32, half as many of rank 64: registers
-hold at least two programs per multiprocessor."""
-MATCHED_TOGETHER, TOKEN_UNITS, TOKEN_BLOCKS = 64, 64, 16
-"""The same limits where rows are tokens, and the blocks of a step, which has several products if blocks have more
-sub-blocks. Registers hold five programs per multiprocessor, which hide each other's barriers, products and loads."""
-PROGRAMS, TOKEN_PROGRAMS = 512, 2048
-"""Programs that keep a large GPU busy, where rows are blocks; and where rows are tokens, whose launches have several
-waves of programs: enough for a small share of idle time in the last wave."""
+UNITS_CHOSEN = 128
+"""Sub-blocks of key blocks in one product of rank up to 32, half as many of rank 64, where scores are not stored."""
+MATCHED, FEWEST, UNITS, BLOCKS = 64, 16, 64, 16
+"""Most and fewest rows, and most sub-blocks of key blocks, in one product, and the blocks of a step, which has several
+products if blocks have more sub-blocks. Registers hold five programs per multiprocessor, which hide each other's
+barriers, products and loads."""
+PROGRAMS, MATCH_PROGRAMS = 512, 2048
+"""Programs that keep a large GPU busy; and of a launch for many rows, which has several waves of programs: enough for a
+small share of idle time in the last wave."""
+SELECTING = 4096
+"""Scores that a program of `selecting_kernel` holds at a time."""
 STAGES = 3
 """Pipeline stages of `match_kernel`."""
 UNBOUND = 0, 0, 0, 0, 0, 0.0
@@ -49,8 +51,8 @@ class ToList(NamedTuple):
     visible blocks that a row keeps"""
 
 
-class ByToken(NamedTuple):
-    """Scores without the match, which the tokens of a block share."""
+class ByBlock(NamedTuple):
+    """Scores without the match, which the rows of a block share."""
 
     first: int
     """First block"""
@@ -69,9 +71,9 @@ def split(right: Tensor) -> Halves:
     return first, second, scale
 
 
-def matched_together(units: int, rank: int, most: int = 0, fewest: int = 16) -> tuple[int, int]:
+def matched_together(units: int, rank: int, most: int = UNITS_CHOSEN, fewest: int = FEWEST) -> tuple[int, int]:
     """Sub-blocks per key block, and blocks, of a product with up to `most` sub-blocks and at least `fewest` blocks."""
-    together = min(UNITS_TOGETHER * 32 // padded_width(rank), most or UNITS_TOGETHER)
+    together = min(UNITS_CHOSEN * 32 // padded_width(rank), most)
     grouped = min(units & -units, together // fewest)
     return grouped, together // grouped
 
@@ -135,64 +137,65 @@ def hidden_scoring(
     return run
 
 
-def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
-    """`Factors.own` in a layout that kernels read, and its strides over samples, heads and sub-blocks or tokens."""
-    a_sample, a_head, a_row, a_unit, _ = own.stride()
-    units = own.shape[3]
-    if units > 1 and a_row != units * a_unit:
-        return own_rows(own.contiguous())
-    return own, a_sample, a_head, a_unit if units > 1 else a_row
-
-
 def projecting(factors: Factors) -> tuple[Tensor, int, int]:
     """Projection of `Factors.own`, its stride over heads, and the projected width; width 0 without a projection."""
     if factors.project is None:
         return factors.own, 0, 0
-    return factors.project, factors.project.stride(0), factors.own.shape[4]
+    return factors.project, factors.project.stride(0), factors.own.shape[3]
 
 
 def _match_launch(
-    device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
-    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool,
-    *numbers: int | float,
+    device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, units: int, size: int,
+    is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": padded_width(rank)}
-    constants |= {"UQ": own_units, "UK": units}
-    constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
+    constants |= {
+        "UK": units,
+        "UG": grouped,
+        "SIZE": size,
+        "CAUSAL": is_causal,
+        "HOLES": holes,
+        "IDS": ids,
+        "TOGETHER": together,
+    }
     constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": dot_precision(torch.float32)}
-    constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
-    width, _, t, *_ = numbers
+    constants |= {"num_warps": max(at_once // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
+    width, t, *_ = numbers
     constants["WHOLE"] = width % columns == t % columns == 0
     return Launch(match_kernel, device, *numbers, **constants)
 
 
-def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool) -> Callable[..., Tensor]:
+def matched_rows(size: int) -> int:
+    """Rows of a program of `match_kernel` where `size` belong to a block: of one block, if a product takes so few."""
+    return min(MATCHED, size) if size >= FEWEST else MATCHED
+
+
+def scoring(factors: Factors, size: int, is_causal: bool) -> Callable[..., Tensor]:
     """Function that computes scores over temperature of rows, int64 (r), with all or the first `width` blocks.
 
-    The result is (b, h, r, width). With `is_causal`, scores with a row's own and later blocks are undefined. A range of
-    tokens needs the scores that the tokens of a block share (`ByToken`); if these leave out blocks that are not listed
-    (`ToList`), the result is ready to be ranked.
+    The result is (b, h, r, width). With `is_causal`, scores with a row's own and later blocks are undefined. `size`
+    rows belong to a block. A range of rows may come with the scores that the rows of a block share (`ByBlock`), if
+    `size` is at least `FEWEST`; if these leave out blocks that are not listed (`ToList`), the result is ready to be
+    ranked.
     """
-    size = block_size if per_token else 1
     hidden = hidden_scoring(factors, size, is_causal)
-    batch, heads, total, own_units, _ = factors.own.shape
+    batch, heads = factors.own.shape[:2]
     t, units, rank = factors.right.shape[2:]
     if not rank:
         return hidden
     project, project_stride, d = projecting(factors)
-    at_once = min(MATCHED_TOGETHER, size) if per_token else max(MATCHED // own_units, 1)
-    grouped, columns = matched_together(units, rank, *((TOKEN_UNITS, TOKEN_BLOCKS) if per_token else ()))
-    own, *apart = own_rows(factors.own)
-    device = own.device
+    at_once = matched_rows(size)
+    grouped, columns = matched_together(units, rank, UNITS, BLOCKS)
+    own, apart, device = factors.own, factors.own.stride()[:3], factors.own.device
     # Placeholders for absent tensors, which no program reads.
-    left_there, right_there = (own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there))
+    right_there = own if factors.right_there is None else factors.right_there.contiguous()
     right = split(factors.right) if factors.halves is None else factors.halves
-    read = own, project, left_there, *right, right_there, factors.log_temperature
-    numbers = total, t, heads, float(factors.coldest), rank**0.5, *apart, project_stride
-    options = device, at_once, grouped, columns, d, rank, own_units, units, size, is_causal, right_there is not own
+    read = own, project, *right, right_there, factors.log_temperature
+    numbers = t, heads, float(factors.coldest), rank**0.5, *apart, project_stride
+    options = device, at_once, grouped, columns, d, rank, units, size, is_causal, right_there is not own
     options += (factors.rounds,)
 
-    def run(rows: range | Tensor, width: int = t, together: ByToken | None = None) -> Tensor:
+    def run(rows: range | Tensor, width: int = t, together: ByBlock | None = None) -> Tensor:
         many = len(rows)
         ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
         if together is None:
@@ -203,7 +206,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
             scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
         # Many rows fill the GPU without a split over blocks, which would project the queries once per split.
         tiles = -(-many // at_once)
-        spans = max((PROGRAMS if together is None else TOKEN_PROGRAMS) // (tiles * batch * heads), 1)
+        spans = max((PROGRAMS if together is None else MATCH_PROGRAMS) // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns
         kinds = ids is rows, together is not None, seed is not None
         launch = prepared(_match_launch, *options, *kinds, width, *numbers)
@@ -213,3 +216,28 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
         return scores
 
     return run
+
+
+def _selecting_launch(
+    device: torch.device, size: int, is_causal: bool, with_own: bool, holes: bool, width: int, blocks: int, heads: int
+) -> Launch:
+    wide = max(padded_width(width), 32)
+    at_once = min(max(SELECTING // wide, 1), size)
+    warps = min(max(at_once * wide // 512, 4), 16)
+    constants = {"BM": at_once, "T": wide, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "OWN": with_own}
+    constants |= {"num_warps": warps}
+    return Launch(selecting_kernel, device, width, blocks, heads, **constants)
+
+
+def of_selecting(
+    scores: Tensor, first: int, size: int, visible: Tensor, present: Tensor | None, is_causal: bool, with_own: bool
+) -> Tensor:
+    """Scores (b, h, r, width) by which blocks of queries from block `first` on select, from those (b, h, r size, width)
+    of their `size` rows each; see `BlockScores`. `present` is bool (b, t size)."""
+    batch, heads, many, width = scores.shape
+    rows = many // size
+    result = torch.empty((batch, heads, rows, width), dtype=torch.float32, device=scores.device)
+    options = scores.device, size, is_causal, with_own, present is not None, width, visible.shape[2], heads
+    there = visible if present is None else present.contiguous()
+    prepared(_selecting_launch, *options)((rows, batch * heads, 1), (scores, visible, there, result), first, rows)
+    return result

@@ -1,9 +1,8 @@
 """Block scores from their factors, tile by tile; see `types.Factors`.
 
-Names as in `primitives`. A program scores BM rows, which are query blocks, or tokens with SIZE tokens per block, and
-BN blocks at a time. M is the number of hidden units, RANK the rank of the match, RP the rank padded to a power of two
-and D the width of the queries that are projected to the rank. UQ and UK are the sub-blocks of a row and of a key block,
-and UG the sub-blocks of a key block in one product.
+Names as in `primitives`. A program scores BM rows, SIZE of which belong to a block, and BN blocks at a time. M is the
+number of hidden units, RANK the rank of the match, RP the rank padded to a power of two and D the width of the queries
+that are projected to the rank. UK is the number of sub-blocks of a key block, and UG those of one product.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import triton.language as tl
 from ...kernels.triton.primitives import NO_KEY, dropout_rows, projected
 from .topk_kernels import add_noise, count_listable, visible_and_near
 
+NONE = tl.constexpr(-1e30)
+"""Score of blocks that a row cannot list."""
 UNROLLED = tl.constexpr(8192)
 """Elements of the key side up to which the products of a step are unrolled, so that the compiler pipelines their loads
 over steps: three stages take 48 KiB of shared memory."""
@@ -37,11 +38,11 @@ def split_float16(b_x):
 
 
 @triton.jit
-def scaled_halves(b_x, BM: tl.constexpr, UQ: tl.constexpr):
-    """Split the sub-blocks [BM * UQ, RP] of rows into float16 halves, scaled per row. Returns both halves and the
-    inverse scale of each row, [BM]."""
-    b_scale, b_inverse_scale = power_of_two_scale(tl.max(tl.reshape(tl.max(tl.abs(b_x), 1), [BM, UQ]), 1))
-    b_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [BM, UQ]), [BM * UQ])
+def scaled_halves(b_x, BM: tl.constexpr, EACH: tl.constexpr):
+    """Split lines [BM * EACH, RP] into float16 halves, EACH of which share a scale. Returns both halves and the inverse
+    scales, [BM]."""
+    b_scale, b_inverse_scale = power_of_two_scale(tl.max(tl.reshape(tl.max(tl.abs(b_x), 1), [BM, EACH]), 1))
+    b_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [BM, EACH]), [BM * EACH])
     b_first, b_second = split_float16(b_x * b_scale[:, None])
     return b_first, b_second, b_inverse_scale
 
@@ -67,9 +68,9 @@ def nan_maximum(x, y):
 
 @triton.jit
 def match_units(
-    b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, unit, blocks, o_r,
-    BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+    b_left, b_rest, p_right, p_rest, p_right_there, begun, unit, blocks, o_r, BM: tl.constexpr, BN: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`match_scores` over UG sub-blocks of every key block, from `unit` on, [BM, BN]; NO_KEY where all are empty."""
     o_n = tl.arange(0, UG * BN)
@@ -81,7 +82,7 @@ def match_units(
         b_mask = b_mask & (o_r < RANK)[None, :]
     o_right = o_unit[:, None] * RANK + o_r[None, :]
     b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [UG * BN, RP]
-    # [BM * UQ, UG * BN]
+    # [BM, UG * BN]
     if ROUNDS:
         b_pair = tl.dot(b_left, tl.trans(b_right))
     else:
@@ -91,27 +92,27 @@ def match_units(
         b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
     if HOLES:
         b_seen = tl.load(p_right_there + o_unit, mask=b_exists, other=0) != 0
-        b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
-    return tl.reduce(tl.reshape(b_pair, [BM, UQ * UG, BN]), 1, nan_maximum)
+        b_pair = tl.where(b_seen[None, :], b_pair, NO_KEY)
+    return tl.reduce(tl.reshape(b_pair, [BM, UG, BN]), 1, nan_maximum)
 
 
 @triton.jit
 def match_scores(
-    b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
-    BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+    b_left, b_rest, p_right, p_rest, p_right_there, begun, blocks, o_r, BM: tl.constexpr, BN: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Best match of any sub-block of a row with any of a key block, without the factor 1 / sqrt(rank), [BM, BN].
-    `b_left`, `b_rest` and `p_right`, `p_rest` are both sides as float16 halves; with ROUNDS only the leading ones are
-    used. With HOLES some sub-blocks are empty. With WHOLE all blocks of the tile exist."""
+    """Best match of a row with any sub-block of a key block, without the factor 1 / sqrt(rank), [BM, BN]. `b_left`,
+    `b_rest` and `p_right`, `p_rest` are both sides as float16 halves; with ROUNDS only the leading ones are used. With
+    HOLES some sub-blocks are empty. With WHOLE all blocks of the tile exist."""
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
     # A loop inside the caller's loop would prevent the compiler from pipelining the loads of the outer one.
     AT_ONCE: tl.constexpr = UK if UK * BN * RP * (1 if ROUNDS else 2) <= UNROLLED else UG
     for unit in range(0, UK, AT_ONCE):
         for more in tl.static_range(0, AT_ONCE, UG):
             b_best = nan_maximum(b_best, match_units(
-                b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, unit + more, blocks, o_r,
-                BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS, WHOLE,
+                b_left, b_rest, p_right, p_rest, p_right_there, begun, unit + more, blocks, o_r,
+                BM, BN, RANK, RP, UK, UG, HOLES, ROUNDS, WHOLE,
             ))  # fmt: skip
     if HOLES:
         # Without a match the score is 0, as in the torch implementation.
@@ -211,18 +212,18 @@ def hidden_kernel(
         tl.store(p_may + stream * width + begin + o_own, b_may, mask=o_own < rows)
 
 
-@triton.jit(do_not_specialize=["begin", "rows", "span", "first", "lines", "total"])
+@triton.jit(do_not_specialize=["begin", "rows", "span", "first", "lines"])
 def match_kernel(
-    p_table, p_own, p_project, p_left_there, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores, p_seed,
-    begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr,
-    UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
-    NOISE: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    p_table, p_own, p_project, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores, p_seed, begin, rows,
+    span, first, lines, width, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr,
+    UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr, NOISE: tl.constexpr,
+    CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the match to the scores of BM rows with `span` of the first `width` blocks.
 
-    Rows as in `hidden_kernel`. With TOGETHER the rows of a program are tokens of one block, and their scores without
+    Rows as in `hidden_kernel`. With TOGETHER the rows of a program belong to one block, and their scores without
     the match are one row of `p_table`, which has `lines` rows of `blocks` from block `first` on. NOISE is added here,
     where it costs less than in the ranking: none is computed for later blocks.
     """
@@ -233,19 +234,13 @@ def match_kernel(
     head = stream % heads
     b_exist = o_i < rows
     own = (begin + tile * BM) // SIZE
-    o_unit = tile * (BM * UQ) + tl.arange(0, BM * UQ)
-    b_real = o_unit < rows * UQ
-    o_left = tl.load(p_ids + o_unit // UQ, mask=b_real, other=0).to(tl.int32) if IDS else begin + o_unit // UQ
-    o_left = o_left * UQ + o_unit % UQ
+    o_left = tl.load(p_ids + o_i, mask=b_exist, other=0).to(tl.int32) if IDS else begin + o_i
     o_r = tl.arange(0, RP)
     p_own += (stream // heads) * so_b + head * so_h
     p_project += head * s_project
-    b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
-    b_left, b_rest, b_inverse_scale = scaled_halves(b_left, BM, UQ)
+    b_left = projected(p_own, p_project, o_left.to(tl.int64), b_exist, o_r, so_n, D, RANK, RP, PRECISION)
+    b_left, b_rest, b_inverse_scale = scaled_halves(b_left, BM, 1)
     b_inverse_scale *= 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest) / root
-    b_left_there = b_real
-    if HOLES and SIZE == 1:
-        b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
     p_right += stream * blocks * UK * RANK
     p_rest += stream * blocks * UK * RANK
     p_right_there += stream * blocks * UK
@@ -273,10 +268,64 @@ def match_kernel(
             b_score = tl.load(p_tile, mask=b_mask, other=0.0)
         b_scale = tl.load(p_scale + o_column, mask=b_exists, other=0.0)[None, :]
         b_match = match_scores(
-            b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
-            BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS, WHOLE,
+            b_left, b_rest, p_right, p_rest, p_right_there, begun, blocks, o_r,
+            BM, BN, RANK, RP, UK, UG, HOLES, ROUNDS, WHOLE,
         )  # fmt: skip
         b_match = b_score + b_inverse_scale[:, None] * b_match * b_scale
         if NOISE:
             b_match = add_noise(b_match, b_noise_row[:, None], o_column[None, :])
         tl.store(p_tile, b_match, mask=b_mask)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def selecting_kernel(
+    p_scores, p_visible, p_present, p_out, first, rows, width, blocks, heads,
+    BM: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
+    OWN: tl.constexpr,
+):  # fmt: skip
+    """Scores by which a block of queries selects, from those of its SIZE rows with up to T blocks, BM rows at a time.
+
+    The result is the logarithm of the predicted shares of each block summed over rows; -inf for blocks that no row
+    predicts. With OWN it is relative to the own block, whose logit is 0. With HOLES only rows in
+    `p_present` count.
+    """
+    row = tl.program_id(0)
+    stream = tl.program_id(1).to(tl.int64)
+    own = first + row
+    o_t = tl.arange(0, T)
+    b_others = (o_t < own if CAUSAL else o_t != own) & (o_t < width)
+    b_others = b_others & (tl.load(p_visible + stream * blocks + o_t, mask=b_others, other=0) != 0)
+    p_scores += (stream * rows + row) * SIZE * width
+    p_present += (stream // heads * blocks + own) * SIZE
+    # Running logarithm of a sum over rows, as its largest term and the sum relative to that, by block and of the own.
+    b_top = tl.full([T], NONE, tl.float32)
+    b_sum = tl.zeros([T], tl.float32)
+    own_top = tl.full([], NONE, tl.float32)
+    own_sum = tl.zeros([], tl.float32)
+    least = tl.full([], -NONE, tl.float32)
+    for begin in range(0, SIZE, BM):
+        o_i = begin + tl.arange(0, BM)
+        b_score = tl.load(p_scores + o_i[:, None] * width + o_t[None, :], mask=b_others[None, :], other=NONE)
+        b_score = tl.where(b_others[None, :] & (tl.abs(b_score) < float("inf")), b_score, NONE)
+        b_most = tl.max(b_score, 1)
+        b_most = tl.maximum(b_most, 0.0) if OWN else b_most
+        b_total = tl.sum(tl.exp(b_score - b_most[:, None]), 1)
+        b_total = b_most + tl.log(b_total + tl.exp(-b_most) if OWN else b_total)
+        b_absent = b_total < NONE / 2
+        if HOLES:
+            b_absent = b_absent | (tl.load(p_present + o_i) == 0)
+        b_total = tl.where(b_absent, -NONE, b_total)
+        b_share = b_score - b_total[:, None]
+        b_next = tl.maximum(b_top, tl.max(b_share, 0))
+        b_sum = b_sum * tl.exp(b_top - b_next) + tl.sum(tl.exp(b_share - b_next[None, :]), 0)
+        b_top = b_next
+        least = tl.minimum(least, tl.min(b_total, 0))
+        if OWN:
+            own_next = tl.maximum(own_top, tl.max(-b_total, 0))
+            own_sum = own_sum * tl.exp(own_top - own_next) + tl.sum(tl.exp(-b_total - own_next), 0)
+            own_top = own_next
+    b_out = b_top + tl.log(b_sum)
+    b_out = b_out - (own_top + tl.log(own_sum)) if OWN else b_out
+    b_out = tl.where(b_others & (b_out > NONE / 2), b_out, float("-inf"))
+    b_out = tl.where(least < -NONE / 2, b_out, float("-inf"))
+    tl.store(p_out + (stream * rows + row) * width + o_t, b_out, mask=o_t < width)

@@ -12,12 +12,13 @@ from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.triton.launches import dot_precision, launches_overlap, padded_width
 from ..types import Factors, SelectionSettings
 from .block_scores import (
-    ByToken,
+    FEWEST,
+    ByBlock,
     Halves,
     ToList,
     hidden_scoring,
     matched_together,
-    own_rows,
+    of_selecting,
     projecting,
     scoring,
     split,
@@ -30,8 +31,6 @@ Scores are held in registers, and noise needs further registers."""
 READY_REGISTERS = 64, 72, 128
 """Register limits of a thread that only ranks: one row with up to 32 scores per thread, several rows with up to 32, or
 more than 32. The limits allow many warps without spills."""
-SCORED = 64
-"""Rows of a launch are a multiple of this, where they are more, so that few tiles are partial."""
 SCORE_BYTES, OF_LISTS, MOST_SCORE_BYTES = 9 * 2**21, 2, 2**29
 """Bytes of scores held at a time (selection for 32K tokens and 8 heads takes at most 64 MB, lists included, where
 sub-blocks have four tokens), and the divisor of the lists' bytes that replaces it where lists are long, up to a limit:
@@ -71,14 +70,14 @@ def _choice_launch(
 
 
 def choose(
-    factors: Factors, together: ByToken, right: Halves, may: Tensor, indices: Tensor, counts: Tensor, block_size: int,
+    factors: Factors, together: ByBlock, right: Halves, may: Tensor, indices: Tensor, counts: Tensor, block_size: int,
     is_causal: bool,
 ) -> None:  # fmt: skip
     """List blocks for the tokens that are scored `together`; their scores are never stored."""
     batch, heads, total = factors.own.shape[:3]
     t, units, rank = factors.right.shape[2:]
     project, project_stride, d = projecting(factors)
-    (own, *apart), there = own_rows(factors.own), factors.right_there
+    own, apart, there = factors.own, factors.own.stride()[:3], factors.right_there
     grouped, columns = matched_together(units, rank)
     columns = min(columns, NARROWEST // 8)
     first, lines, room = together.first, together.table.shape[2], indices.shape[3]
@@ -115,20 +114,27 @@ def _rank_launch(
 
 
 def listed_blocks(
-    factors: Factors, visible: Tensor, settings: SelectionSettings, seed: Tensor | None
+    factors: Factors, visible: Tensor, settings: SelectionSettings, seed: Tensor | None, present: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Best blocks of every row, int32 (b, h, r, room), ascending and then t, and their counts, int32 (b, h, r)."""
-    budget, block_size, _, is_causal, per_token, _, local_blocks, sink_blocks = settings
+    """Best blocks of every row, int32 (b, h, r, room), ascending and then t, and their counts, int32 (b, h, r).
+
+    `present` is bool (b, scored rows): those with a visible token, where blocks select; None if all have one.
+    """
+    budget, per_token, is_causal = settings.budget, settings.per_token, settings.is_causal
+    # Scored rows of a block.
+    size = settings.block_size // settings.row_unit
     (batch, heads, total), device = factors.own.shape[:3], visible.device
     t, _, rank = factors.right.shape[2:]
+    # Rows of a block that are ranked.
+    ranked, total = (size, total) if per_token else (1, t)
     room, coverage = budget.room(t), budget.coverage
     indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads, total), dtype=torch.int32, device=device)
-    size = block_size if per_token else 1
     held_bytes = max(SCORE_BYTES, min(indices.nbytes // OF_LISTS, MOST_SCORE_BYTES))
-    held_scores = held_bytes // ((4 if per_token else 2) * batch * heads)
-    bounds = local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.fraction
-    in_registers = coverage is None and 0 < rank <= 64 and block_size >= CHOSEN and t <= CHOSEN_AMONG
+    held_scores = held_bytes // (4 * batch * heads)
+    bounds = settings.local_blocks, settings.sink_blocks, budget.least, t if budget.most is None else budget.most
+    bounds = *bounds, budget.fraction
+    in_registers = per_token and coverage is None and 0 < rank <= 64 and size >= CHOSEN and t <= CHOSEN_AMONG
     if rank and factors.halves is None:
         factors = factors._replace(halves=split(factors.right))
     right = factors.halves
@@ -137,34 +143,35 @@ def listed_blocks(
     ready = per_token and rank > 0 and coverage is None
     may = torch.empty(visible.shape, dtype=torch.int32, device=device) if ready else visible
     to_list = ToList(visible, may, (room, *bounds)) if ready else None
-    # The tokens of a block share all of their scores except the match.
-    shared = hidden_scoring(factors, 1, is_causal, to_list) if per_token and rank else None
-    scored = None if shared is not None and in_registers else scoring(factors, block_size, per_token, is_causal)
+    # The rows of a block share all of their scores except the match.
+    shared = hidden_scoring(factors, 1, is_causal, to_list) if size >= FEWEST and rank else None
+    scored = None if shared is not None and in_registers else scoring(factors, size, is_causal)
     read = may, counts if seed is None else seed, indices, counts
     noise = seed is not None and not ready
     first = made = 0
-    together: tuple[ByToken, ...] = ()
+    together: tuple[ByBlock, ...] = ()
     while first < t:
         if shared is not None and right is not None and first == made:
             # As many blocks as fit the memory of the scores that are held at a time.
             made = min(first + max(held_scores // t, 1), t)
-            together = (ByToken(first, shared(range(first, made)), seed if ready else None),)
+            together = (ByBlock(first, shared(range(first, made)), seed if ready else None),)
         if scored is None and right is not None:
-            choose(factors, together[0], right, may, indices, counts, block_size, is_causal)
+            choose(factors, together[0], right, may, indices, counts, size, is_causal)
             first = made
             continue
         # Causal rows see earlier blocks only, so that more of the first rows fit at a time. Widths are multiples of 16,
-        # because scores are read four at a time, and rows of blocks are scored in tiles.
+        # because scores are read four at a time.
         fit = (isqrt(first**2 + 4 * held_scores // size) - first) // 2 if is_causal else held_scores // (size * t)
-        fit = fit // SCORED * SCORED if fit > SCORED and not per_token else max(fit, 1)
-        last = min(first + fit, made if together else t)
+        last = min(first + max(fit, 1), made if together else t)
         width = min(-(-last // 16) * 16, t) if is_causal else t
-        begin, end = first * size, min(last * size, total)
+        begin, end = first * ranked, min(last * ranked, total)
         wide = max(padded_width(width), 32)
-        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), 16, size)
+        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), 16, ranked)
         assert scored is not None
-        scores = scored(range(begin, end), width, *together)
-        options = device, at_once, wide, size, is_causal, ready, noise, coverage is not None, room
+        scores = scored(range(first * size, end if per_token else last * size), width, *together)
+        if not per_token:
+            scores = of_selecting(scores, first, size, visible, present, is_causal, coverage is not None)
+        options = device, at_once, wide, ranked, is_causal, ready, noise, coverage is not None, room
         sizes = width, total, t, room, *bounds, 0.0 if coverage is None else coverage
         launch = prepared(_rank_launch, *options, *sizes)
         launch((-(-(end - begin) // at_once), batch * heads, 1), (scores, *read), begin, end - begin)

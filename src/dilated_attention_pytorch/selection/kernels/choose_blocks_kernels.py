@@ -221,8 +221,8 @@ def choice_kernel(
         b_line = tl.load(p_table + o_column, mask=b_exists, other=NO_KEY)
         b_scale = tl.load(p_scale + stream * blocks + o_column, mask=b_exists, other=0.0)
         b_match = b_inverse_scale[:, None] * match_scores(
-            b_left, b_rest, b_exist, p_right, p_rest, p_right_there + stream * blocks * UK, begun, blocks, o_r,
-            BM, BN, RANK, RP, 1, UK, UG, HOLES, ROUNDS, WHOLE,
+            b_left, b_rest, p_right, p_rest, p_right_there + stream * blocks * UK, begun, blocks, o_r,
+            BM, BN, RANK, RP, UK, UG, HOLES, ROUNDS, WHOLE,
         )  # fmt: skip
         # NaN is above no threshold, so that its block is never listed.
         b_tile = b_match * b_scale[None, :] + b_line[None, :]

@@ -12,21 +12,21 @@ from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import dot_precision, padded_width
 from ..types import Factors, ScoreInputs
-from .block_scores import own_rows, projecting
+from .block_scores import projecting
 from .score_gradients_kernels import best_kernel, mixture_kernel, own_kernel, sides_bwd_kernel, sums_kernel
 
 PROJECTED = 32
-"""Sub-blocks, or rows, per program of `own_kernel`."""
+"""Rows per program of `own_kernel`."""
 TILE = 4096
 """Elements (streamed rows or blocks, times hidden units) that a program holds at once."""
 HELD, STREAMED = 16, 128
-"""Sub-blocks that a program of matches holds, and sub-blocks of the other side per step; fewer per step if a row or a
-block has more sub-blocks than HELD, so that all pairs fit registers."""
+"""Rows, or sub-blocks of key blocks, that a program of matches holds, and those of the other side per step; fewer per
+step if a block has more sub-blocks than HELD, so that all pairs fit registers."""
 LARGEST_TILE = 128 * 128
-"""Most pairs of sub-blocks that fit a program of matches of rank 32, fewer for larger ranks. If a row and a block have
-more pairs, `best_kernel` computes the best matches in a launch of its own."""
+"""Most pairs of a row and a sub-block that fit a program of matches of rank 32, fewer for larger ranks. If a block has
+more, `best_kernel` computes the best matches in a launch of its own."""
 CHUNK = 64
-"""Sub-blocks of either side per product if `best_kernel` runs."""
+"""Rows and sub-blocks per product if `best_kernel` runs."""
 SUMMED, STEP = (32, 64), 64
 """Tile (rows, columns) of a program of `sums_kernel`, and the lines it sums per step."""
 RUN, PART = 2048, 512
@@ -49,24 +49,21 @@ class _Launches(NamedTuple):
 
 
 def _launches(
-    device: torch.device, batch: int, heads: int, scorers: int, rows: int, t: int, hidden: int, total: int,
-    own_units: int, d: int, units: int, rank: int, size: int, left: bool, holes: bool, coldest: float, tile: int,
+    device: torch.device, batch: int, heads: int, scorers: int, rows: int, t: int, hidden: int, d: int, units: int,
+    rank: int, size: int, holes: bool, coldest: float, tile: int,
     s_weight: int, s_project: int, s_first: int, s_mixture: int, apart: tuple[int, ...], rows_apart: tuple[int, ...],
     columns_apart: tuple[int, ...], width: int, group: int, key_heads: int, query_apart: tuple[int, ...],
 ) -> _Launches:  # fmt: skip
     streams, wide = batch * heads, padded_width(rank)
-    a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * own_units * rank,), (streams * t * hidden,)
+    a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * rank,), (streams * t * hidden,)
     shapes: dict[str, Shape] = {"rows": a_row, "left": a_left, "by_row": a_row, "by_weight": a_row, "by_block": a_block}
     shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
     # Tensor core products need at least 16 rows and columns.
     met = max(min(tile // HELD, STREAMED), HELD)
-    held_left, held_right = (max(HELD // each, 1) * each for each in (own_units, units))
-    met_left, met_right = (
-        max(max(HELD * met // held, HELD) // each, 1) * each
-        for held, each in ((held_right, own_units), (held_left, units))
-    )
+    held_left, held_right = HELD, max(HELD // units, 1) * units
+    met_left, met_right = max(HELD * met // held_right, HELD), max(met // units, 1) * units
     pairs = max(held_left * met_right, held_right * met_left)
-    stores_best = max(held_left, held_right) * max(met, own_units, units) * max(wide, 32) > 32 * LARGEST_TILE
+    stores_best = max(held_left, held_right) * max(met, units) * max(wide, 32) > 32 * LARGEST_TILE
     if stores_best:
         held_left = held_right = met_left = met_right = CHUNK
         pairs = CHUNK * CHUNK
@@ -90,25 +87,23 @@ def _launches(
     found = Arena(torch.float32, device, shapes | {"mixture": (scorers, 3 * d, d)})
     to = found.begin("joint", "project", "bias", "last", "two")
     precise = {"PRECISION": dot_precision(torch.float32)}
-    shape = {"A": own_units, "M": hidden, "RANK": rank}
+    shape = {"M": hidden, "RANK": rank}
     own = Launch(
         own_kernel, device, rows, heads, at_left, *rows_apart, *apart, s_project, BM=PROJECTED,
         BH=min(padded_width(hidden), 64), D=width, RP=wide, SIZE=size, num_warps=4, **shape, **precise,
     )  # fmt: skip
-    holey = {"LEFT": left, "HOLES": holes}
     best, by_best = None, (0, 0, 0)
     if stores_best:
-        some = {"BR": max(HELD // own_units, 1), "BA": min(own_units, CHUNK), "BU": min(units, CHUNK)}
         best = Launch(
-            best_kernel, device, rows, t, total, at_left, at_best, U=units, RP=wide, num_warps=4, num_stages=2,
-            A=own_units, RANK=rank, **some, **holey, **precise,
+            best_kernel, device, rows, t, at_left, at_best, U=units, RP=wide, num_warps=4, num_stages=2, RANK=rank,
+            BR=HELD, BU=min(units, CHUNK), HOLES=holes, **precise,
         )  # fmt: skip
-        by_best = (-(-rows // some["BR"]), t, streams)
+        by_best = (-(-rows // HELD), t, streams)
     sides = Launch(
-        sides_bwd_kernel, device, rows, t, total, heads, coldest, rank**-0.5, at_left, *at, at_best, s_weight,
+        sides_bwd_kernel, device, rows, t, heads, coldest, rank**-0.5, at_left, *at, at_best, s_weight,
         *columns_apart, MP=padded_width(hidden), BN=max(tile // padded_width(hidden), 1), HELD_LEFT=held_left,
         HELD_RIGHT=held_right, MET_LEFT=met_left, MET_RIGHT=met_right, U=units, RP=wide, KNOWN=stores_best,
-        num_stages=2, num_warps=min(max(pairs // 2048, 4), 16), **holey, **shape, **precise,
+        num_stages=2, num_warps=min(max(pairs // 2048, 4), 16), HOLES=holes, **shape, **precise,
     )  # fmt: skip
     tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], padded_width(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
     narrow = min(SUMMED[1], wide)
@@ -126,9 +121,9 @@ def _launches(
     added = (group + keys * splits) * -(-d // SUMMED[0]) * -(-rank // narrow)
     added += tall * (-(-3 * d // tiles["BN"]) + across + 1)
     grids = (
-        (-(-rows * own_units // PROJECTED), streams, 1),
+        (-(-rows // PROJECTED), streams, 1),
         by_best,
-        (-(-rows * own_units // held_left) + -(-t * units // held_right) + rows + t, streams, 1),
+        (-(-rows // held_left) + -(-t * units // held_right) + rows + t, streams, 1),
         (added, streams, 1),
         ((tall + broad) * across + keys * -(-d * rank // PART), scorers, 1),
     )
@@ -149,30 +144,30 @@ def parameter_gradients(
     lists, scores and gradients have a list in place of a head, and projections have every query head or key head.
     """
     (batch, heads, many, t), device, scorers = scores.shape, scores.device, len(first)
-    own, *apart = own_rows(factors.own)
-    query, *query_apart = (own, *apart) if inputs.own is None else own_rows(inputs.own)
+    own = factors.own
+    query = own if inputs.own is None else inputs.own
     group, key_heads = query.shape[1] // heads, inputs.units.shape[1]
     project, project_stride, width = projecting(factors)
     right, rows, columns = factors.right.contiguous(), factors.rows, factors.columns
-    left_there, right_there = factors.left_there, factors.right_there
+    right_there = factors.right_there
     made: _Launches = prepared(
-        _launches, device, batch, heads, scorers, many, t, rows.shape[3], *query.shape[2:], *right.shape[3:], size,
-        left_there is not None, right_there is not None, float(factors.coldest), TILE, factors.weight.stride(0),
-        project_stride, first.stride(0), mixture.stride(0), tuple(apart), rows.stride()[1:],
-        columns.stride()[1:], width, group, key_heads, tuple(query_apart),
+        _launches, device, batch, heads, scorers, many, t, rows.shape[3], query.shape[3], *right.shape[3:], size,
+        right_there is not None, float(factors.coldest), TILE, factors.weight.stride(0),
+        project_stride, first.stride(0), mixture.stride(0), own.stride()[:3], rows.stride()[1:],
+        columns.stride()[1:], width, group, key_heads, query.stride()[:3],
     )  # fmt: skip
     memory = made.held.made()
     # A separate allocation, because gradients outlive the rest. Heads that share a scorer have their own temperatures.
     each = torch.empty((batch * heads // scorers, made.found.total), dtype=torch.float32, device=device)
     # Placeholders for absent tensors, which no program reads.
-    there = [ids if x is None else x.contiguous() for x in (left_there, right_there)]
+    there = ids if right_there is None else right_there.contiguous()
     grad, log = grad.contiguous(), factors.log_temperature
     means, summary, units = (x.contiguous() for x in (inputs.means, inputs.summary, inputs.units))
     by_own, by_best, by_sides, by_sums, by_mixture = made.grids
     made.own(by_own, (rows, own, project, ids, memory))
     if made.best is not None:
-        made.best(by_best, (memory, right, grad, ids, *there))
-    made.sides(by_sides, (memory, columns, right, grad, scores, ids, *there, factors.weight, log))
+        made.best(by_best, (memory, right, grad, there))
+    made.sides(by_sides, (memory, columns, right, grad, scores, there, factors.weight, log))
     made.sums(by_sums, (query, units, means, summary, memory, ids, each))
     total = each[0] if len(each) == 1 else each.sum(0)
     made.mixture(by_mixture, (first, mixture, memory, total))

@@ -1,9 +1,9 @@
 """Gradients of the factors and parameters of a scorer, without an array of hidden units or of matches.
 
 Names as in `primitives`, factors as in `types.Factors`. Some rows, `rows` of them with the numbers `p_ids`, were scored
-with all `blocks`. A is the number of sub-blocks of a row, U of a key block, M of hidden units; RANK is the rank of the
-match and RP the rank padded to a power of two. A *stream* is a head of a sample. Rows and blocks are the two sides of
-the same pairwise sums: a program holds some of one side and streams the other, and a launch has programs for both.
+with all `blocks`. U is the number of sub-blocks of a key block, M of hidden units; RANK is the rank of the match and RP
+the rank padded to a power of two. A *stream* is a head of a sample. Rows and blocks are the two sides of the same
+pairwise sums: a program holds some of one side and streams the other, and a launch has programs for both.
 
 Intermediate results are float32 and share one arena `p_room`, where the parameters `at_` are offsets; the factors of
 the rows are at offset 0.
@@ -26,23 +26,22 @@ def inverse_temperature(p_log, head, coldest):
 @triton.jit(do_not_specialize=["rows"])
 def own_kernel(
     p_factors, p_own, p_project, p_ids, p_room, rows, heads, at_left, sf_h, sf_n, sf_m, so_b, so_h, so_n, s_project,
-    BM: tl.constexpr, A: tl.constexpr, M: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
+    BM: tl.constexpr, M: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the query side of the match of BM sub-blocks of rows, and gather the hidden factors of BM rows. The match
-    of a row is [A, RANK], at `at_left`, and its hidden factors, those of its block of SIZE rows, are [M]."""
+    """Store the query side of the match of BM rows, [RANK] each at `at_left`, and their hidden factors, [M] each, which
+    are those of a block of SIZE rows."""
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
     o_i = tl.program_id(0) * BM + tl.arange(0, BM)
-    b_real = o_i < rows * A
-    o_own = tl.load(p_ids + o_i // A, mask=b_real, other=0) * A + o_i % A
+    b_real = o_i < rows
+    o_own = tl.load(p_ids + o_i, mask=b_real, other=0)
     o_r = tl.arange(0, RP)
     p_own += (stream // heads) * so_b + head * so_h
     b_left = projected(p_own, p_project + head * s_project, o_own, b_real, o_r, so_n, D, RANK, RP, PRECISION)
-    p_tile = p_room + at_left + (stream * rows * A + o_i)[:, None] * RANK + o_r[None, :]
+    p_tile = p_room + at_left + (stream * rows + o_i)[:, None] * RANK + o_r[None, :]
     tl.store(p_tile, b_left, mask=b_real[:, None] & (o_r < RANK)[None, :])
-    b_real = o_i < rows
-    o_row = tl.load(p_ids + o_i, mask=b_real, other=0) // SIZE
+    o_row = o_own // SIZE
     for first in range(0, M, BH):
         o_m = first + tl.arange(0, BH)
         b_mask = b_real[:, None] & (o_m < M)[None, :]
@@ -115,139 +114,126 @@ def hidden_bwd(
 
 @triton.jit
 def match_pairs(
-    p_left, p_right, p_ids, p_left_there, p_right_there, o_i, o_j, rows, blocks, o_r, A: tl.constexpr, U: tl.constexpr,
-    RANK: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+    p_left, p_right, p_there, o_i, o_j, rows, blocks, o_r, U: tl.constexpr,
+    RANK: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Factors of the sub-blocks `o_i` of rows, [., RP], and `o_j` of blocks, [., RP], and their products. The product
-    is NO_KEY where a sub-block is empty: of rows with LEFT, of blocks with HOLES."""
-    b_left_real = o_i < rows * A
+    """Factors of the rows `o_i`, [., RP], and of the sub-blocks `o_j` of blocks, [., RP], and their products, with
+    HOLES NO_KEY if a sub-block is empty."""
+    b_left_real = o_i < rows
     b_right_real = o_j < blocks * U
     b_wide = (o_r < RANK)[None, :]
     b_left = tl.load(p_left + o_i[:, None] * RANK + o_r[None, :], mask=b_left_real[:, None] & b_wide, other=0.0)
     b_right = tl.load(p_right + o_j[:, None] * RANK + o_r[None, :], mask=b_right_real[:, None] & b_wide, other=0.0)
     b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)
     if HOLES:
-        b_there = tl.load(p_right_there + o_j, mask=b_right_real, other=0) != 0
+        b_there = tl.load(p_there + o_j, mask=b_right_real, other=0) != 0
         b_pair = tl.where(b_there[None, :], b_pair, NO_KEY)
-    if LEFT:
-        o_own = tl.load(p_ids + o_i // A, mask=b_left_real, other=0) * A + o_i % A
-        b_there = tl.load(p_left_there + o_own, mask=b_left_real, other=0) != 0
-        b_pair = tl.where(b_there[:, None], b_pair, NO_KEY)
     return b_left, b_right, b_pair
 
 
 @triton.jit
 def match_tile(
-    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, first_row, first_block, rows, blocks, factor,
-    o_r, M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, LEFT: tl.constexpr,
+    p_left, p_right, p_grad, p_best, p_there, first_row, first_block, rows, blocks, factor,
+    o_r, M: tl.constexpr, N: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
     HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Factors of M sub-blocks of rows and N sub-blocks of blocks, and the gradients of their products, [M, N]. The
-    gradient of a score goes to the best match of its row and block, in equal shares if several are best, and is dropped
-    if all sub-blocks are empty. M and N cover whole rows and blocks, unless `best_kernel` ran before (KNOWN)."""
+    """Factors of M rows and N sub-blocks of blocks, and the gradients of the products, [M, N]. The gradient of a score
+    goes to the best match of its row and block, in equal shares if several are best, and is dropped if all sub-blocks
+    are empty. N covers whole blocks, unless `best_kernel` ran before (KNOWN)."""
     o_i = first_row + tl.arange(0, M)
     o_j = first_block + tl.arange(0, N)
     b_left, b_right, b_pair = match_pairs(
-        p_left, p_right, p_ids, p_left_there, p_right_there, o_i, o_j, rows, blocks, o_r,
-        A, U, RANK, LEFT, HOLES, PRECISION,
+        p_left, p_right, p_there, o_i, o_j, rows, blocks, o_r,
+        U, RANK, HOLES, PRECISION,
     )  # fmt: skip
     if KNOWN:
-        b_mask = (o_i < rows * A)[:, None] & (o_j < blocks * U)[None, :]
-        p_pair = p_best + 2 * ((o_i // A)[:, None] * blocks + (o_j // U)[None, :])
+        b_mask = (o_i < rows)[:, None] & (o_j < blocks * U)[None, :]
+        p_pair = p_best + 2 * (o_i[:, None] * blocks + (o_j // U)[None, :])
         b_best = tl.load(p_pair, mask=b_mask, other=float("inf"))
         b_share = tl.load(p_pair + 1, mask=b_mask, other=0.0) * factor
         b_share = tl.where(b_pair == b_best, b_share, 0.0)
     else:
-        BR: tl.constexpr = M // A
         BT: tl.constexpr = N // U
-        o_row = first_row // A + tl.arange(0, BR)
         o_block = first_block // U + tl.arange(0, BT)
-        b_mask = (o_row < rows)[:, None] & (o_block < blocks)[None, :]
-        b_grad = tl.load(p_grad + o_row[:, None] * blocks + o_block[None, :], mask=b_mask, other=0.0) * factor
-        b_pair = tl.reshape(b_pair, [BR, A, BT, U])
+        b_mask = (o_i < rows)[:, None] & (o_block < blocks)[None, :]
+        b_grad = tl.load(p_grad + o_i[:, None] * blocks + o_block[None, :], mask=b_mask, other=0.0) * factor
+        b_pair = tl.reshape(b_pair, [M, BT, U])
         # With a NaN among the matches none is best.
-        b_best = tl.max(tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 3), 1)
+        b_best = tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 2)
         b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
-        b_tied = b_pair == b_best[:, None, :, None]
-        b_share = b_grad / tl.maximum(tl.sum(tl.sum(b_tied.to(tl.int32), 3), 1), 1)
-        b_share = tl.reshape(tl.where(b_tied, b_share[:, None, :, None], 0.0), [M, N])
+        b_tied = b_pair == b_best[:, :, None]
+        b_share = b_grad / tl.maximum(tl.sum(b_tied.to(tl.int32), 2), 1)
+        b_share = tl.reshape(tl.where(b_tied, b_share[:, :, None], 0.0), [M, N])
     return b_left, b_right, b_share
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "total"])
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def best_kernel(
-    p_room, p_right, p_grad, p_ids, p_left_there, p_right_there, rows, blocks, total, at_left, at_best,
-    BR: tl.constexpr, BA: tl.constexpr, BU: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
-    RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+    p_room, p_right, p_grad, p_there, rows, blocks, at_left, at_best, BR: tl.constexpr, BU: tl.constexpr,
+    U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the best match of each of BR rows with one block, and the gradient of its score over the number of ties. BA
-    sub-blocks of each row and BU of the block are multiplied at a time."""
+    """Store the best match of each of BR rows with one block, and the gradient of its score over the number of ties. BU
+    sub-blocks of the block are multiplied at a time."""
     stream = tl.program_id(2).to(tl.int64)
-    first_row = tl.program_id(0) * BR
     block = tl.program_id(1)
+    o_i = tl.program_id(0) * BR + tl.arange(0, BR)
     o_r = tl.arange(0, RP)
-    p_left = p_room + at_left + stream * rows * A * RANK
+    p_left = p_room + at_left + stream * rows * RANK
     p_right += stream * blocks * U * RANK
-    p_left_there += stream * total * A
-    p_right_there += stream * blocks * U
+    p_there += stream * blocks * U
     b_best = tl.full([BR], NO_KEY, tl.float32)
     b_ties = tl.zeros([BR], tl.float32)
-    for first in range(0, A, BA):
-        o_i = tl.arange(0, BR * BA)
-        o_i = (first_row + o_i // BA) * A + first + o_i % BA
-        for unit in range(0, U, BU):
-            _, _, b_pair = match_pairs(
-                p_left, p_right, p_ids, p_left_there, p_right_there, o_i, block * U + unit + tl.arange(0, BU), rows,
-                blocks, o_r, A, U, RANK, LEFT, HOLES, PRECISION,
-            )  # fmt: skip
-            b_pair = tl.reshape(b_pair, [BR, BA * BU])
-            # With a NaN among the matches none is best.
-            b_top = tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 1)
-            b_tied = tl.sum((b_pair == b_top[:, None]).to(tl.float32), 1)
-            b_next = tl.maximum(b_best, b_top)
-            b_ties = tl.where(b_best == b_next, b_ties, 0.0) + tl.where(b_top == b_next, b_tied, 0.0)
-            b_best = b_next
+    for unit in range(0, U, BU):
+        o_j = block * U + unit + tl.arange(0, BU)
+        _, _, b_pair = match_pairs(
+            p_left, p_right, p_there, o_i, o_j, rows, blocks, o_r, U, RANK, HOLES, PRECISION
+        )  # fmt: skip
+        # With a NaN among the matches none is best.
+        b_top = tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 1)
+        b_tied = tl.sum((b_pair == b_top[:, None]).to(tl.float32), 1)
+        b_next = tl.maximum(b_best, b_top)
+        b_ties = tl.where(b_best == b_next, b_ties, 0.0) + tl.where(b_top == b_next, b_tied, 0.0)
+        b_best = b_next
     b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
-    o_row = first_row + tl.arange(0, BR)
-    o_pair = (stream * rows + o_row) * blocks + block
-    b_grad = tl.load(p_grad + o_pair, mask=o_row < rows, other=0.0)
-    tl.store(p_room + at_best + 2 * o_pair, b_best, mask=o_row < rows)
-    tl.store(p_room + at_best + 2 * o_pair + 1, b_grad / tl.maximum(b_ties, 1.0), mask=o_row < rows)
+    o_pair = (stream * rows + o_i) * blocks + block
+    b_grad = tl.load(p_grad + o_pair, mask=o_i < rows, other=0.0)
+    tl.store(p_room + at_best + 2 * o_pair, b_best, mask=o_i < rows)
+    tl.store(p_room + at_best + 2 * o_pair + 1, b_grad / tl.maximum(b_ties, 1.0), mask=o_i < rows)
 
 
 @triton.jit
 def left_bwd(
-    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_by_left, tile, rows, blocks, factor,
-    M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+    p_left, p_right, p_grad, p_best, p_there, p_by_left, tile, rows, blocks, factor,
+    M: tl.constexpr, N: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of the query side of M sub-blocks of rows; N sub-blocks of blocks are streamed at a time."""
+    """Store the gradients of the query side of M rows; N sub-blocks of blocks are streamed at a time."""
     o_r = tl.arange(0, RP)
     b_out = tl.zeros([M, RP], tl.float32)
     for first in range(0, blocks * U, N):
         _, b_right, b_share = match_tile(
-            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, tile * M, first, rows, blocks, factor,
-            o_r, M, N, A, U, RANK, LEFT, HOLES, KNOWN, PRECISION,
+            p_left, p_right, p_grad, p_best, p_there, tile * M, first, rows, blocks, factor,
+            o_r, M, N, U, RANK, HOLES, KNOWN, PRECISION,
         )  # fmt: skip
         b_out = tl.dot(b_share, b_right, b_out, input_precision=PRECISION)
     o_i = tile * M + tl.arange(0, M)
-    b_mask = (o_i < rows * A)[:, None] & (o_r < RANK)[None, :]
+    b_mask = (o_i < rows)[:, None] & (o_r < RANK)[None, :]
     tl.store(p_by_left + o_i[:, None] * RANK + o_r[None, :], b_out, mask=b_mask)
 
 
 @triton.jit
 def right_bwd(
-    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_by_right, tile, rows, blocks, factor,
-    M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+    p_left, p_right, p_grad, p_best, p_there, p_by_right, tile, rows, blocks, factor,
+    M: tl.constexpr, N: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of the key side of N sub-blocks of blocks; M sub-blocks of rows are streamed at a time."""
+    """Store the gradients of the key side of N sub-blocks of blocks; M rows are streamed at a time."""
     o_r = tl.arange(0, RP)
     b_out = tl.zeros([N, RP], tl.float32)
-    for first in range(0, rows * A, M):
+    for first in range(0, rows, M):
         b_left, _, b_share = match_tile(
-            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, first, tile * N, rows, blocks, factor,
-            o_r, M, N, A, U, RANK, LEFT, HOLES, KNOWN, PRECISION,
+            p_left, p_right, p_grad, p_best, p_there, first, tile * N, rows, blocks, factor,
+            o_r, M, N, U, RANK, HOLES, KNOWN, PRECISION,
         )  # fmt: skip
         b_out = tl.dot(tl.trans(b_share), b_left, b_out, input_precision=PRECISION)
     o_j = tile * N + tl.arange(0, N)
@@ -257,52 +243,51 @@ def right_bwd(
 
 @triton.jit
 def match_bwd(
-    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_log, p_by_left, p_by_right, tile, stream,
-    rows, blocks, total, heads, coldest, root, HELD_LEFT: tl.constexpr, HELD_RIGHT: tl.constexpr,
-    MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
-    RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+    p_left, p_right, p_grad, p_best, p_there, p_log, p_by_left, p_by_right, tile, stream,
+    rows, blocks, heads, coldest, root, HELD_LEFT: tl.constexpr, HELD_RIGHT: tl.constexpr,
+    MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
+    RP: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`left_bwd` on a tile of HELD_LEFT sub-blocks of rows, or `right_bwd` on HELD_RIGHT sub-blocks of blocks. The
-    tiles of rows come first. MET_RIGHT sub-blocks of blocks, or MET_LEFT of rows, are streamed at a time."""
+    """`left_bwd` on a tile of HELD_LEFT rows, or `right_bwd` on HELD_RIGHT sub-blocks of blocks. The tiles of rows come
+    first. MET_RIGHT sub-blocks of blocks, or MET_LEFT rows, are streamed at a time."""
     factor = inverse_temperature(p_log, stream % heads, coldest) * root
-    p_left += stream * rows * A * RANK
+    p_left += stream * rows * RANK
     p_right += stream * blocks * U * RANK
     p_grad += stream * rows * blocks
     p_best += 2 * stream * rows * blocks
-    p_left_there += stream * total * A
-    p_right_there += stream * blocks * U
-    tiles = tl.cdiv(rows * A, HELD_LEFT)
+    p_there += stream * blocks * U
+    tiles = tl.cdiv(rows, HELD_LEFT)
     if tile < tiles:
         left_bwd(
-            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_by_left + stream * rows * A * RANK,
-            tile, rows, blocks, factor, HELD_LEFT, MET_RIGHT, A, U, RANK, RP, LEFT, HOLES, KNOWN, PRECISION,
+            p_left, p_right, p_grad, p_best, p_there, p_by_left + stream * rows * RANK,
+            tile, rows, blocks, factor, HELD_LEFT, MET_RIGHT, U, RANK, RP, HOLES, KNOWN, PRECISION,
         )  # fmt: skip
     else:
         right_bwd(
-            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there,
+            p_left, p_right, p_grad, p_best, p_there,
             p_by_right + stream * blocks * U * RANK, tile - tiles, rows, blocks, factor,
-            MET_LEFT, HELD_RIGHT, A, U, RANK, RP, LEFT, HOLES, KNOWN, PRECISION,
+            MET_LEFT, HELD_RIGHT, U, RANK, RP, HOLES, KNOWN, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "total"])
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def sides_bwd_kernel(
-    p_room, p_columns, p_right, p_grad, p_scores, p_ids, p_left_there, p_right_there, p_weight, p_log, rows, blocks,
-    total, heads, coldest, root, at_left, at_row, at_weight, at_block, at_sums, at_by_left, at_right, at_best, s_weight,
+    p_room, p_columns, p_right, p_grad, p_scores, p_there, p_weight, p_log, rows, blocks,
+    heads, coldest, root, at_left, at_row, at_weight, at_block, at_sums, at_by_left, at_right, at_best, s_weight,
     sc_h, sc_n, sc_m, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, HELD_LEFT: tl.constexpr,
-    HELD_RIGHT: tl.constexpr, MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, A: tl.constexpr, U: tl.constexpr,
-    RANK: tl.constexpr, RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr,
+    HELD_RIGHT: tl.constexpr, MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, U: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`match_bwd` for tiles of rows, then for tiles of blocks, and `hidden_bwd` for each row and each block."""
     program = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
-    matched = tl.cdiv(rows * A, HELD_LEFT) + tl.cdiv(blocks * U, HELD_RIGHT)
+    matched = tl.cdiv(rows, HELD_LEFT) + tl.cdiv(blocks * U, HELD_RIGHT)
     if program < matched:
         match_bwd(
-            p_room + at_left, p_right, p_grad, p_room + at_best, p_ids, p_left_there, p_right_there, p_log,
-            p_room + at_by_left, p_room + at_right, program, stream, rows, blocks, total, heads, coldest, root,
-            HELD_LEFT, HELD_RIGHT, MET_LEFT, MET_RIGHT, A, U, RANK, RP, LEFT, HOLES, KNOWN, PRECISION,
+            p_room + at_left, p_right, p_grad, p_room + at_best, p_there, p_log,
+            p_room + at_by_left, p_room + at_right, program, stream, rows, blocks, heads, coldest, root,
+            HELD_LEFT, HELD_RIGHT, MET_LEFT, MET_RIGHT, U, RANK, RP, HOLES, KNOWN, PRECISION,
         )  # fmt: skip
     else:
         hidden_bwd(
@@ -316,12 +301,12 @@ def sides_bwd_kernel(
 def transposed_product(
     p_x, p_y, p_ids, p_out, tile, lines, sx_n, sx_m, sy_n, s_out,
     M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, X_ROWS: tl.constexpr,
-    Y_ROWS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, Y_HEADS: tl.constexpr = 1,
+    Y_ROWS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, Y_HEADS: tl.constexpr = 1,
     sy_h=0,
 ):  # fmt: skip
     """Store a tile [BM, BN] of x^T y, (M, N), summed over `lines` lines of x and y. With X_ROWS or Y_ROWS that tensor
-    has the lines of the whole sequence: line k stands for sub-block k % A of the row `p_ids[k // A]`, and SIZE rows
-    share a line. With Y_HEADS, y is the mean over heads, which are `sy_h` apart."""
+    has the lines of the whole sequence: line k stands for the row `p_ids[k]`, and SIZE rows share a line. With Y_HEADS,
+    y is the mean over heads, which are `sy_h` apart."""
     columns = tl.cdiv(N, BN)
     o_m = (tile // columns) * BM + tl.arange(0, BM)
     o_c = (tile % columns) * BN + tl.arange(0, BN)
@@ -332,7 +317,7 @@ def transposed_product(
         o_x = o_k
         o_y = o_k
         if X_ROWS or Y_ROWS:
-            o_at = tl.load(p_ids + o_k // A, mask=b_real, other=0) // SIZE * A + o_k % A
+            o_at = tl.load(p_ids + o_k, mask=b_real, other=0) // SIZE
             o_x = o_at if X_ROWS else o_k
             o_y = o_at if Y_ROWS else o_k
         b_mask = (o_m < M)[:, None] & b_real[None, :]
@@ -355,7 +340,7 @@ def transposed_product(
 def sums_kernel(
     p_own, p_units, p_means, p_summary, p_room, p_ids, p_out, rows, blocks, heads, alike, total, splits, span, at_row,
     at_weight, at_block, at_sums, at_by_left, at_right, at_parts, to_joint, to_project, to_bias, to_last, to_two, so_b,
-    so_h, so_n, key_heads, A: tl.constexpr, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
+    so_h, so_n, key_heads, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -390,27 +375,27 @@ def sums_kernel(
             p_room + at_right + (stream * blocks * U + begin) * RANK, p_ids,
             p_room + at_parts + (stream * KEYS * splits + part) * D * RANK, tile - part * EACH,
             tl.minimum(span, blocks * U - begin), D, 1, RANK, RANK,
-            D, RANK, BM, BR, BK, False, False, 1, 1, PRECISION,
+            D, RANK, BM, BR, BK, False, False, 1, PRECISION,
         )  # fmt: skip
     elif tile < matched + OWN:
         member = ((tile - matched) // EACH).to(tl.int64) if GROUP > 1 else 0
         transposed_product(
-            p_own + member * so_h, p_room + at_by_left + stream * rows * A * RANK, p_ids,
-            p_out + to_project + (head * GROUP + member) * D * RANK, tile - matched - member * EACH, rows * A, so_n, 1,
+            p_own + member * so_h, p_room + at_by_left + stream * rows * RANK, p_ids,
+            p_out + to_project + (head * GROUP + member) * D * RANK, tile - matched - member * EACH, rows, so_n, 1,
             RANK, RANK,
-            D, RANK, BM, BR, BK, True, False, A, 1, PRECISION,
+            D, RANK, BM, BR, BK, True, False, 1, PRECISION,
         )  # fmt: skip
     elif tile < matched + OWN + JOINT:
         transposed_product(
             p_room + at_block + stream * blocks * M, p_summary + key_stream * blocks * WIDE, p_ids,
             p_out + to_joint + head * M * WIDE, tile - matched - OWN, blocks, M, 1, WIDE, WIDE,
-            M, WIDE, BM, BN, BK, False, False, 1, 1, PRECISION, KEYS, blocks * WIDE,
+            M, WIDE, BM, BN, BK, False, False, 1, PRECISION, KEYS, blocks * WIDE,
         )  # fmt: skip
     elif tile < matched + OWN + JOINT + FIRST:
         transposed_product(
             p_by_row, p_means + stream * GROUP * blocks * D, p_ids,
             p_out + head * M * 2 * D, tile - matched - OWN - JOINT, rows, M, 1, D, 2 * D,
-            M, D, BM, BN, BK, False, True, 1, SIZE, PRECISION, GROUP, blocks * D,
+            M, D, BM, BN, BK, False, True, SIZE, PRECISION, GROUP, blocks * D,
         )  # fmt: skip
     else:
         tile -= matched + OWN + JOINT + FIRST
@@ -453,12 +438,12 @@ def mixture_kernel(
     if tile < FIRST:
         transposed_product(
             p_joint, p_mixture + head * s_mixture, p_out, p_out + head * M * 2 * D + D, tile, WIDE, 1, WIDE, D, 2 * D,
-            M, D, BM, BN, BK, False, False, 1, 1, PRECISION,
+            M, D, BM, BN, BK, False, False, 1, PRECISION,
         )  # fmt: skip
     elif tile < FIRST + SECOND:
         transposed_product(
             p_joint, p_first + head * s_first + D, p_out, p_out + to_mixture + head * WIDE * D, tile - FIRST, M, WIDE,
-            1, 2 * D, D, WIDE, D, BM, BN, BK, False, False, 1, 1, PRECISION,
+            1, 2 * D, D, WIDE, D, BM, BN, BK, False, False, 1, PRECISION,
         )  # fmt: skip
     else:
         MANY: tl.constexpr = D * RANK

@@ -9,7 +9,7 @@ from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import dot_precision, padded_width
-from .block_scores import Halves, own_rows
+from .block_scores import Halves
 from .summaries_kernels import factor_kernel, summaries_kernel
 
 ROWS = 4
@@ -39,9 +39,9 @@ def _factoring(
     absent = (None,) * 3
     rest = None, key_heads if key_heads < heads else None, *absent
     if own:
-        shapes |= {"left": (batch, heads, *own[2:4], rank)}
-        absent, rest = (), (own[2] * own[3], key_heads, *own_apart)
-        tiles += -(-own[2] * own[3] // PROJECTED)
+        shapes |= {"left": (batch, heads, own[2], rank)}
+        absent, rest = (), (own[2], key_heads, *own_apart)
+        tiles += -(-own[2] // PROJECTED)
     launch = Launch(factor_kernel, device, *absent, t, t * many, heads, *steps, apart, *rest, **constants)
     whole = Arena(torch.float32, device, shapes, {"rows": by_unit, "columns": by_unit})
     halves = Arena(torch.float16, device, {"half": right, "rest": right})
@@ -57,19 +57,18 @@ def factor(
     Inputs are the means of query blocks (b, h, t, d) and the summaries and units of key blocks, which have key heads.
     Parameters are (h or 1, ...): first layer and its bias, mixture of summaries, projection of keys. `rows` and
     `columns` have the layout of `block_scores.by_unit`. If groups of heads share lists, `first` has a scorer per group,
-    and the last result is the query side of the match (b, s, r, a, p) of the rows `own` (b, h, r, a, d) with the
+    and the last result is the query side of the match (b, s, r, p) of the rows `own` (b, h, r, d) with the
     projections `project` (h, d, p).
     """
     (batch, key_heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
     heads, grouped, apart = means.shape[1], (), ()
     if own is not None and project is not None:
-        heads = len(first)
-        own, *apart = own_rows(own)
+        heads, apart = len(first), own.stride()[:3]
         grouped = own, project.contiguous()
         parameters = *parameters[:3], match.contiguous()
     steps = tuple(x.stride(0) if x.shape[0] == heads else 0 for x in parameters)
     options = batch, heads, t, many, d, first.shape[1], match.shape[2], steps, key_heads
-    sizes = tuple(own.shape) if own is not None else (), tuple(apart)
+    sizes = tuple(own.shape) if own is not None else (), apart
     launch, grid, whole, half = prepared(_factoring, units.device, *options, *sizes)
     rows, columns, right, scale, *left = whole()
     halves = None
