@@ -160,7 +160,7 @@ class Shape(NamedTuple):
     block: int = 128
     listed: int = 16
     """Key blocks that a token lists beside its own"""
-    unit: int | None = None
+    unit: int = 1
     """Tokens of a sub-block of a learned layer; None: its default"""
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
@@ -245,13 +245,13 @@ def main() -> None:
     software = {"git": git_sha() or "", "torch": torch.__version__, "python": platform.python_version()}
     stamp, lines = {"device": "none: allocations counted for sm_90"} | software, []
     print("call     shape     unit   tokens  pass      q, k, v, o (and gradients)   extra GiB   share")
-    calls = [(call, unit) for call in options.call for unit in (options.units if call == "layer" else [None])]
+    calls = [(call, unit) for call in options.call for unit in (options.units if call == "layer" else [1])]
     for (call, unit), name, tokens, backward in product(calls, options.shape, options.tokens, (False, True)):
         line = count_call(call, SHAPES[name]._replace(tokens=tokens, unit=unit), backward)
         lines.append(json.dumps(line | stamp))
         run = "forward" if not backward else "both"
         size = f"{line['tensors'] / 2**30:10.2f} GiB {'':14}{line['extra'] / 2**30:10.2f}  {line['share']:8.1%}"
-        print(f"{call:8} {name:10}{unit or '':4}{tokens:9}  {run:8}{size}")
+        print(f"{call:8} {name:10}{unit if call == 'layer' else '':4}{tokens:9}  {run:8}{size}")
         for site, bytes_there in [*line["largest"].items()][: options.largest]:
             print(f"{bytes_there / 2**30:12.3f} GiB  {site}")
     if options.out is not None:

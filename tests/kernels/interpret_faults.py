@@ -183,8 +183,8 @@ FAULTS = {
         portable("causal window"), "p_",
     ),
     "sides of a match behind the last row": Fault(
-        "selection.kernels.score_gradients_kernels", "    b_left_real = o_i < rows * A\n    b_right_real",
-        "    b_left_real = o_i <= rows * A\n    b_right_real", selected("parameters by tokens among equals, holes"), "p_",
+        "selection.kernels.score_gradients_kernels", "    b_left_real = o_i < rows\n    b_right_real",
+        "    b_left_real = o_i <= rows\n    b_right_real", selected("parameters by tokens among equals, holes"), "p_",
     ),
     "gradients of a match behind the last block": Fault(
         "selection.kernels.score_gradients_kernels", "    b_mask = (o_j < blocks * U)[:, None] & (o_r < RANK)[None, :]\n",

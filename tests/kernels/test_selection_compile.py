@@ -4,7 +4,9 @@ import re
 from functools import cache
 
 import pytest
-from kernels.assembler import compile_source, lower_source
+from kernels import recorded, test_triton_compile
+from kernels.assembler import compile_sources, lower_sources
+from kernels.compile_record import passes_once
 from kernels.test_triton_compile import PLAIN, SHARED_MEMORY, SMALL_SHARED_MEMORY, compile_kernel, spilled
 
 NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
@@ -18,6 +20,7 @@ BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 @pytest.mark.parametrize("bounded", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("name", "which"), [("chosen_fwd_kernel", 0), ("chosen_bwd_kernel", 1)])
+@passes_once(test_triton_compile, recorded)
 def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, bounded, monkeypatch):
     from dilated_attention_pytorch.selection.kernels import gathered_attention
 
@@ -31,6 +34,7 @@ def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, bounded, m
 @pytest.mark.parametrize("bounded", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize(("name", "kind"), [("chosen_fwd_kernel", "forward"), ("chosen_bwd_kernel", "dkv")])
+@passes_once(test_triton_compile, recorded)
 def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, bounded, monkeypatch):
     from dilated_attention_pytorch.kernels.triton import launches
 
@@ -82,6 +86,7 @@ PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize(("some", "size", "is_causal"), [(False, 128, True), (True, 128, True), (False, 8, False)])
+@passes_once(test_triton_compile, recorded)
 def test_match_kernels_fit_a_multiprocessor_repeatedly(some, size, is_causal, rounds, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -113,6 +118,7 @@ def test_match_kernels_fit_a_multiprocessor_repeatedly(some, size, is_causal, ro
 @pytest.mark.parametrize(
     ("wide", "rank", "holes", "rounds"), [(128, 32, False, True), (256, 32, True, False), (256, 64, False, True)]
 )
+@passes_once(test_triton_compile, recorded)
 def test_choice_kernels_spill_little_and_fit_twice(wide, rank, holes, rounds, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -148,6 +154,7 @@ def test_choice_kernels_spill_little_and_fit_twice(wide, rank, holes, rounds, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(128, 8, 4), (512, 2, 16), (512, 4, 8)])
+@passes_once(test_triton_compile, recorded)
 def test_warps_rank_several_rows_in_few_lanes(wide, rows, lanes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -164,6 +171,7 @@ def test_warps_rank_several_rows_in_few_lanes(wide, rows, lanes, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(512, 2, 16), (1024, 1, 32)])
+@passes_once(test_triton_compile, recorded)
 def test_ranking_kernels_leave_registers_for_many_warps(wide, rows, lanes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -202,6 +210,7 @@ def test_ranking_kernels_leave_registers_for_many_warps(wide, rows, lanes, monke
         ("score_gradients", "mixture_kernel", 4, ROWS | SUMS, PARAMETERS),
     ],
 )
+@passes_once(test_triton_compile, recorded)
 def test_ranking_and_learning_fit_into_registers(module, name, warps, constants, types, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from importlib import import_module
@@ -232,6 +241,7 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
         (32, {"KEEP": True, "SIZE": 128, "IDS": True, "EVEN": False}),
     ],
 )
+@passes_once(test_triton_compile, recorded)
 def test_hidden_units_are_vectorized_and_stay_in_registers(side, constants, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -285,6 +295,7 @@ SIZED = {"SIZE": 128, "P": 32}
         ("place_kernel", 8, {"SIZE": 128, "P": 64, "T": 1024, "R": 1024, "WORDS": 4}),
     ],
 )
+@passes_once(test_triton_compile, recorded)
 def test_kernels_around_the_ranking_are_small(name, warps, constants, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
@@ -303,6 +314,7 @@ def test_kernels_around_the_ranking_are_small(name, warps, constants, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(("integers", "entries"), [("*i32", 4), ("*i64", 16), ("*i32", 51), ("*i64", 128)])
+@passes_once(test_triton_compile, recorded)
 def test_normal_form_stays_in_registers(integers, entries, counted, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     import torch
@@ -331,6 +343,7 @@ SUMMED |= dict.fromkeys(("p_own_there", "p_own_visible", "p_there", "p_visible",
 @pytest.mark.parametrize(
     ("own_unit", "width", "padding"), [(16, 64, False), (128, 64, False), (128, 128, False), (16, 80, True)]
 )
+@passes_once(test_triton_compile, recorded)
 def test_sums_stay_in_registers_and_load_whole_lines(own_unit, width, padding, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     import torch
@@ -387,7 +400,7 @@ GRID_KERNELS = (
     "block_lse_kernel", "choice_kernel", "chosen_bwd_kernel", "chosen_fwd_kernel", "delta_bwd_kernel", "distill_kernel",
     "factor_kernel", "hidden_kernel", "join_tokens_kernel", "key_lists_kernel", "mark_kernel", "mark_tokens_kernel",
     "match_kernel", "mixture_kernel", "own_kernel", "place_kernel", "query_lists_kernel", "rank_kernel", "runs_kernel",
-    "sides_bwd_kernel", "split_kernel", "summaries_kernel", "sums_kernel",
+    "selecting_kernel", "sides_bwd_kernel", "split_kernel", "summaries_kernel", "sums_kernel",
 )  # fmt: skip
 """Kernels of the training steps over `GRID`."""
 
@@ -408,6 +421,7 @@ def grid_launches():
 
 
 @pytest.mark.parametrize(("size", "unit"), LARGE_UNITS)
+@passes_once(test_triton_compile, recorded)
 def test_score_gradients_compile_for_many_units(size, unit, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = launches(size, unit)
@@ -418,13 +432,14 @@ def test_score_gradients_compile_for_many_units(size, unit, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRID_KERNELS)
+@passes_once(test_triton_compile, recorded)
 def test_every_score_unit_and_block_size_compiles(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = [one for one in grid_launches() if one.name == name]
     assert found
     # The assembler, which takes another third of the time, runs in the tests above only.
-    for one in found:
-        assert lower_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+    for one, lowered in zip(found, lower_sources([(one.source, dict(one.options)) for one in found]), strict=True):
+        assert lowered.metadata.shared <= SHARED_MEMORY, one
 
 
 def test_every_kernel_of_a_training_step_is_in_the_grid():
@@ -432,6 +447,7 @@ def test_every_kernel_of_a_training_step_is_in_the_grid():
 
 
 @pytest.mark.slow
+@passes_once(test_triton_compile, recorded)
 def test_widest_matches_of_many_units_compile(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     names = "best_kernel", "match_kernel", "own_kernel", "sides_bwd_kernel"
@@ -450,6 +466,7 @@ GROUP_KERNELS = "distill_kernel", "factor_kernel", "sums_kernel"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "unit", "group", "config"), GROUPED)
+@passes_once(test_triton_compile, recorded)
 def test_kernels_of_shared_lists_compile(size, unit, group, config, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = launches(size, unit, **config)
@@ -458,13 +475,20 @@ def test_kernels_of_shared_lists_compile(size, unit, group, config, monkeypatch)
     assert told["distill_kernel"]["LISTED"] == told["block_lse_kernel"]["LISTED"] == group
     # Rows come projected: these kernels read no query.
     assert told["match_kernel"]["D"] == told["own_kernel"]["D"] == 0
-    for one in found:
-        if group == 16 and one.name in GROUP_KERNELS:
-            assert spilled(compile_source(one.source, dict(one.options))) == 0, one
-        elif one.name in GROUP_KERNELS or (group == 16 and one.name in ("choice_kernel", "own_kernel")):
-            assert lower_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+    names = (*GROUP_KERNELS, "choice_kernel", "own_kernel") if group == 16 else GROUP_KERNELS
+    for lowered in lower_sources([(one.source, dict(one.options)) for one in found if one.name in names]):
+        assert lowered.metadata.shared <= SHARED_MEMORY
 
 
+@pytest.mark.slow
+@passes_once(test_triton_compile, recorded)
+def test_loops_over_sixteen_heads_do_not_spill(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    size, unit, _, config = GROUPED[0]
+    assert max(map(spilled, compile_launches(launches(size, unit, **config), GROUP_KERNELS))) == 0
+
+
+@passes_once(test_triton_compile, recorded)
 def test_kernels_of_lists_that_read_one_key_head_compile(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for one in compile_launches(launches(128, 1, heads=8, key_heads=2), ("factor_kernel", "sums_kernel")):
@@ -472,6 +496,6 @@ def test_kernels_of_lists_that_read_one_key_head_compile(monkeypatch):
 
 
 def compile_launches(found, names):
-    made = [compile_source(one.source, dict(one.options)) for one in found if one.name in names]
+    made = [*compile_sources([(one.source, dict(one.options)) for one in found if one.name in names])]
     assert max(one.metadata.shared for one in made) <= SHARED_MEMORY
     return made

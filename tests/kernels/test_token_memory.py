@@ -62,7 +62,9 @@ def test_keys_that_lists_share_are_summarised_once():
     assert counted.peak < 1.5 * query.nbytes, counted.at_peak
 
 
-@pytest.mark.parametrize(("is_causal", "unit", "most"), [(False, None, 64), (True, 4, 64), (True, None, 112)])
+@pytest.mark.parametrize(
+    ("is_causal", "unit", "most"), [(False, 1, 112), (False, 4, 64), (True, 4, 64), (True, 1, 112)]
+)
 def test_selection_of_a_gpu_takes_little_memory(is_causal, unit, most):
     """As `tests/gpu/test_selection_gpu.py` measures it."""
     with token_memory.gpu_rules(), token_memory.seen_inside(), token_memory.META, torch.no_grad():

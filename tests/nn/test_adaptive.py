@@ -202,7 +202,7 @@ def test_super_block_bounds_hold(granularity, is_causal, layers, monkeypatch):
     rows = torch.arange(scores.query.shape[2])
     exact = scores.of_all(rows).masked_fill(~scores.visible[:, :, None], -torch.inf)
     best = torch.nn.functional.pad(exact, (0, 1), value=-torch.inf).unflatten(-1, (5, 4)).amax(-1)
-    bounds = scores.super_bounds(rows)
+    bounds = scores.super_bounds(0, scores.row_count)
     assert ((best <= bounds + 1e-9) | (bounds == -torch.inf)).all()
     before = (torch.arange(5) < scores.block_of(rows)[:, None] // 4) | (not is_causal)
     assert torch.equal(bounds > -torch.inf, (before & (best > -torch.inf)).expand_as(bounds))
@@ -210,7 +210,7 @@ def test_super_block_bounds_hold(granularity, is_causal, layers, monkeypatch):
     monkeypatch.setattr(scores_module, "SUPER", 1)
     whole = layer(granularity=granularity, score_unit=16).score_blocks(q, k, False)
     rows = torch.arange(whole.query.shape[2])
-    assert error(whole.super_bounds(rows), whole.of_all(rows)) < 1e-12
+    assert error(whole.super_bounds(0, whole.row_count), whole.of_all(rows)) < 1e-12
 
 
 @ROWS

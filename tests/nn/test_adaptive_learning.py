@@ -18,6 +18,13 @@ from dilated_attention_pytorch.nn import (
     scorer_parameters,
     task_parameters,
 )
+from dilated_attention_pytorch.nn.adaptive.controls import (
+    LayerCall,
+    captured_mass,
+    copied_state,
+    distill_layer,
+    shares_of,
+)
 from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.distill import FLOOR
@@ -85,8 +92,13 @@ def test_the_scorer_does_not_bend_what_it_looks_at():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("select_by", ["head", "group"])
 @BOTH
-@ROWS
-def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, select_by, padded, saliency):
+@pytest.mark.parametrize(
+    ("granularity", "row_tokens", "with_own"),
+    [("block", None, True), ("block", 4, False), ("block", 1, True), ("token", None, True), ("token", 1, False)],
+)
+def test_scorer_gradient_is_that_of_the_documented_loss(
+    granularity, row_tokens, with_own, is_causal, select_by, padded, saliency
+):
     n, size, t = 90, 16, 6
     config = AdaptiveConfig(base_sparsity=0.5, local_blocks=1, granularity=granularity, select=select_by)
     module = BlockSparseAdaptive([256], [1], 4, 8, config, block_size=size, num_kv_heads=2).double()
@@ -96,8 +108,10 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
     padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
     scores = module.score_blocks(q, k, is_causal, padding)
     selection = select(scores, n)
-    rows = torch.arange(scores.row_count)
+    queries = row_tokens or (size if granularity == "block" else 1)
+    rows = torch.arange(-(-n // queries))
     batch = DistillBatch(torch.cat([rows[1::2], rows[::3]]), len(rows[1::2]), scores.visible, 0.7, saliency, len(rows))
+    batch.row_tokens, batch.with_own = row_tokens, with_own
     chosen = torch.randn(
         2, lists, len(batch.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
     )
@@ -137,39 +151,37 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
             F.pad(logits.masked_fill(~seen, -torch.inf).softmax(-1), (0, t * size - n)).unflatten(-1, (t, size)).sum(-1)
         )
         share = share * weight[..., None]
-        if granularity == "token":
-            return share
-        return F.pad(share, (0, 0, 0, t * size - n)).unflatten(2, (t, size)).sum(3)
+        return F.pad(share, (0, 0, 0, len(rows) * queries - n)).unflatten(2, (-1, queries)).sum(3)
 
-    own = selection.row_blocks()
+    own = rows * queries // size
     others = torch.arange(t) < own[:, None] if is_causal else torch.arange(t) != own[:, None]
     others = others & scores.visible[:, :, None]
     loss = told = 0.0
-    for rows, found, blocks, valid, seen in (
-        (batch.chosen_rows, chosen, selection.indices[:, :, batch.chosen_rows].long(), None, visible & allowed),
+    lists_of = selection.indices if granularity == "token" else selection.indices[:, :, own]
+    for some, found, blocks, valid, seen in (
+        (batch.chosen_rows, chosen, lists_of[:, :, batch.chosen_rows].long(), None, visible & allowed),
         (batch.dense_rows, dense, None, others[:, :, batch.dense_rows], visible),
     ):
-        of_rows = by_list(mass(seen)[:, :, rows])
+        of_rows = by_list(mass(seen)[:, :, some])
         if blocks is not None:
             valid = blocks < t
             of_blocks = of_rows.gather(-1, blocks.clamp(max=t - 1))
         else:
             of_blocks = of_rows
-        mine = of_rows.gather(-1, own[rows].expand(2, lists, -1)[..., None])
+        mine = of_rows.gather(-1, own[some].expand(2, lists, -1)[..., None]) * with_own
         target = torch.cat([of_blocks * valid, mine], -1)
         total = target.sum(-1, keepdim=True)
         target = torch.where(total > 0, target / total, 0.0)
-        z = torch.cat([found.masked_fill(~valid, -torch.inf), torch.zeros_like(mine)], -1).log_softmax(-1)
+        # A row without any other block has no gradient.
+        logit = torch.zeros_like(mine) if with_own else torch.where(valid.any(-1, keepdim=True), -1e9, 0.0).double()
+        z = torch.cat([found.masked_fill(~valid, -torch.inf), logit.expand_as(mine)], -1).log_softmax(-1)
         terms = torch.where(target > 0, target * (target.clamp(min=1e-300).log() - z), 0.0).sum(-1)
-        by_row = weight[:, :, rows]
-        if granularity == "block":
-            by_row = F.pad(weight, (0, t * size - n)).unflatten(2, (t, size)).sum(3)[:, :, rows]
-        # The last block has fewer queries than the others, and weighs the same.
-        queries = size if granularity == "block" else 1
+        by_row = F.pad(weight, (0, len(rows) * queries - n)).unflatten(2, (-1, queries)).sum(3)[:, :, some]
+        # The last row has fewer queries than the others, and weighs the same.
         by_row = by_list((by_row > 0) * (queries * mean[..., None] if saliency else 1.0))
         told = told + 0.7 * (by_row * terms).sum() / by_row.sum()
         # With saliency an estimate of the sum over all rows, which scales with the gradient of the task.
-        average = scores.row_count * (by_row * terms).mean(-1).sum() if saliency else terms.mean()
+        average = len(rows) * (by_row * terms).mean(-1).sum() if saliency else terms.mean()
         loss = loss + 0.7 * average
     assert float(batch.results()["loss"]) == pytest.approx(told.item(), rel=1e-9)
     for mine, wanted in zip(got, torch.autograd.grad(loss, (chosen, dense)), strict=True):
@@ -341,6 +353,28 @@ def test_coverage_keeps_fewer_blocks_of_peaked_attention():
     assert kept["needle"] <= 0.25 * kept["diffuse"]
     # Seeds and steps reach 0.84 to 0.89 of diffuse attention.
     assert min(held.values()) >= 0.82
+
+
+def look_ups(axes: torch.Tensor) -> LayerCall:
+    """Each query looks for one key, with more or less attention: one of many in a block of queries."""
+    key = torch.randn(2, 512, 2, 32) @ axes
+    target = torch.randint(512, (2, 512, 1, 1)).expand_as(key)
+    return LayerCall(key.gather(1, target) * torch.rand(2, 512, 1, 1), key, torch.randn_like(key), False, None)
+
+
+def test_blocks_of_queries_learn_what_their_queries_seek():
+    torch.manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(32, 32))[0] * (4.0 * 0.85 ** torch.arange(32))
+    config = AdaptiveConfig(0.85, k_min=1, local_blocks=1, sink_blocks=0, match_rank=8, hidden_dim=8)
+    module = BlockSparseAdaptive([512], [1], 2, 32, config, block_size=16)
+    start, optimizer = copied_state(module), torch.optim.Adam(module.parameters(), 1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        distill_layer(module, look_ups(axes))
+        optimizer.step()
+    found = shares_of(captured_mass(module, look_ups(axes), start, 512))
+    gain = {name: (found[name] - found["random"]) / (found["oracle"] - found["random"]) for name in found}
+    assert gain["learned"] > 0.9 and gain["learned"] > gain["untrained"] + 0.25, gain
 
 
 @pytest.mark.slow

@@ -229,7 +229,8 @@ def scored_queries(
         return query, None
     missing, own = -query.shape[2] % settings.block_size, units.flatten(2, 3)
     if settings.row_unit == 1:
-        own = F.pad(query, (0, 0, 0, missing))
+        # `pad` copies in any case.
+        own = F.pad(query, (0, 0, 0, missing)) if missing else query
         own = own.roll(settings.block_size, 2) if settings.is_causal else own
     if padding is None and not missing:
         return own, None
@@ -588,13 +589,15 @@ class BlockScores:
         boxes = [edge(*each, sign) for each in (match, hidden) for sign in (-1, 1)]
         return SuperBoxes(boxes[0], boxes[1], boxes[2], boxes[3], some)
 
-    def super_bounds(self, rows: Tensor) -> Tensor:
-        """Upper bounds (b, h, r, s) of the scores over temperature of adjacent scored rows with the blocks of each
-        super-block; -inf for later super-blocks, and for the own one of a causal row."""
-        boxes, own = self.super_boxes, self.block_of(rows)
+    def super_bounds(self, begin: int, end: int) -> Tensor:
+        """Upper bounds (b, h, r, s) of the scores over temperature of the scored rows of the rows [begin, end) that
+        select, with the blocks of each super-block; -inf for later super-blocks, and for the own one of a causal row.
+        """
+        boxes, rows = self.super_boxes, self._scored_rows(begin, end)
+        own = self.block_of(rows)
         mine = self._row_queries(rows, self.rounds)
         match = mine.clamp(min=0) @ boxes.high.mT + mine.clamp(max=0) @ boxes.low.mT
-        every, which = torch.unique_consecutive(own, return_inverse=True)
+        every, which = self._distinct_blocks(begin, end)
         at = every - self.first
         keep = None if self.keep is None else self.keep[:, :, at, None]
         hidden = boxes.hidden_low[:, :, None], boxes.hidden_high[:, :, None]
@@ -605,21 +608,22 @@ class BlockScores:
             there = there & (torch.arange(there.shape[3], device=own.device) < own[:, None] // SUPER)
         return (scores.add(match, alpha=self.root) * self.inverse).masked_fill(~there, -torch.inf)
 
-    def _best_bounds(self, rows: Tensor) -> Tensor:
+    def _best_bounds(self, begin: int, end: int) -> Tensor:
         """`super_bounds` of rows that select. For a block of queries the largest of its scored rows, each relative to
         their sum over super-blocks: one with most of a single query's attention comes first."""
-        bounds = self.super_bounds(rows)
+        bounds = self.super_bounds(begin, end)
         if self.per_token:
             return bounds
         bounds = bounds - F.pad(bounds.nan_to_num(NONE, neginf=NONE), (0, 1)).logsumexp(-1, keepdim=True)
         if self.present is not None:
-            bounds = bounds.masked_fill(~self.present[:, None, rows, None], -torch.inf)
+            present = self.present[:, None, self._scored_rows(begin, end), None]
+            bounds = bounds.masked_fill(~present, -torch.inf)
         return bounds.unflatten(2, (-1, self.selecting_rows)).amax(3)
 
     def _from_supers(self, begin: int, end: int) -> Tensor:
         """Scores in the form of `ranked` with the blocks of the super-blocks whose bounds are largest."""
         t, rows, queries = self.visible.shape[2], self._scored_rows(begin, end), self.selecting_rows
-        own, bounds = self.block_of(rows[::queries])[:, None], self._best_bounds(rows)
+        own, bounds = self.block_of(rows[::queries])[:, None], self._best_bounds(begin, end)
         seen = own[:, 0] + 1 if self.is_causal else torch.full_like(own[:, 0], t)
         best, supers = bounds.topk(self._most_supers, -1)
         wanted = -(-CANDIDATES * (self.settings.budget.rooms(seen) + 1) // SUPER)

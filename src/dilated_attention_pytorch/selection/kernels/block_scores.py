@@ -149,15 +149,8 @@ def _match_launch(
     is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": padded_width(rank)}
-    constants |= {
-        "UK": units,
-        "UG": grouped,
-        "SIZE": size,
-        "CAUSAL": is_causal,
-        "HOLES": holes,
-        "IDS": ids,
-        "TOGETHER": together,
-    }
+    constants |= {"UK": units, "UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids}
+    constants["TOGETHER"] = together
     constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": dot_precision(torch.float32)}
     constants |= {"num_warps": max(at_once // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
     width, t, *_ = numbers
