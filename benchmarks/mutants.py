@@ -354,6 +354,17 @@ MUTANTS = (
     Mutant("stream-about", "ops/streaming/executor.py", 'at scale {self.scale!r}{terms}")', 'at scale {self.scale!r}")',
            "a file of another soft cap is continued",
            ("ops/test_streamed.py::test_a_file_of_another_stream_is_not_resumed",)),
+    Mutant("block-shares", "selection/scores.py", "shares = (scores - total).logsumexp(3)", "shares = scores.logsumexp(3)",
+           "queries with large scores decide for their block",
+           ("nn/test_adaptive_learning.py::test_blocks_of_queries_learn_what_their_queries_seek",)),
+    Mutant("absent-rows", "selection/scores.py", "absent = absent | ~self.present", "absent = absent & ~self.present",
+           "queries of padding select for their block", ("nn/test_adaptive.py::test_padding_takes_no_part_in_the_choice",)),
+    Mutant("distill-own", "selection/distill.py", '"with_own": scores.settings.budget.coverage is not None',
+           '"with_own": True', "distillation is spent on the level of a row's scores",
+           ("nn/test_adaptive_learning.py::test_every_parameter_gets_a_gradient",)),
+    Mutant("distill-lists", "selection/types.py", "rows * row_tokens // self.block_size", "rows // self.block_size",
+           "queries are compared on the lists of other blocks",
+           ("nn/test_adaptive_learning.py::test_scorer_gradient_is_that_of_the_documented_loss",)),
 )  # fmt: skip
 QUICK = ("merge-top", "module-scale", "last-block")
 """Mutants planted by the test suite."""
