@@ -100,7 +100,8 @@ INTRODUCTION = (
     "without a dense start train all steps with their own blocks. Rows weighted by their own gradients are a control "
     "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient. "
     f"Rows that name no score unit use {COARSE}. `python benchmarks/quality_suites.py` measures these tables: its "
-    "suites recipe, start, group, heads, width and blocks change one setting of the suite cpu at a time."
+    "suites recipe, start, group, heads, width and blocks change one setting of the suite cpu at a time. Rows of all "
+    "suites but width and blocks are of sources in which a row's own block took part in distillation."
 )
 STARTS = (
     "Right answers by the unit, rank, start and lists of scores. A fitted start is the best approximation of dot "

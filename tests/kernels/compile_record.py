@@ -3,7 +3,7 @@
 A compilation for a GPU takes two to three seconds and follows from its inputs alone. `compile_record.json` holds a
 digest of these inputs for each test. After a change of a kernel or of a check, the affected tests compile again, and
 
-    DAP_COMPILE=record pytest -n 0 tests/kernels/test_triton_compile.py tests/kernels/test_hopper*compile.py
+    DAP_COMPILE=record pytest -n 0 tests/kernels/test_{selection_,triton_,hopper*}compile.py
 
 records the new digests. DAP_COMPILE=all repeats every compilation.
 """
